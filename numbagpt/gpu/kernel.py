@@ -1,0 +1,141 @@
+"""A kernel is written once; its arguments decide where it runs.
+
+    @kernel(void(float32[::1], float32[::1], int64), max_threads=256)
+    def scale_kernel(out, inp, N): ...
+
+    scale_kernel[grid, block](out, inp, N)
+
+`grid` and `block` are what CUDA C++ puts between <<< and >>>. With device arrays the kernel is
+compiled for the GPU and queued on the current stream; with NumPy arrays the simulator runs the same
+Python function thread by thread. Signatures are written out, not inferred, for three reasons: a
+Python float passed as a scalar would make the kernel compute in float64; a kernel can be compiled
+and inspected on a machine with no GPU; and the reader sees what the arguments are.
+"""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numba import cuda
+from numba.core import types
+from numba.core.typing.templates import Signature
+
+from numbagpt.gpu import runtime, simulator, stream
+
+# The grid's x extent may reach 2^31 - 1; y and z only 65535.
+MAX_GRID_X = 2**31 - 1
+
+_registry: list["Kernel"] = []
+
+
+def ceil_div(n: int, d: int) -> int:
+    """Smallest integer not below n / d."""
+    return -(-n // d)
+
+
+def all_kernels() -> list["Kernel"]:
+    """Every kernel defined so far, in order of definition: what the compile checks go through."""
+    return list(_registry)
+
+
+def device_function(function: Callable) -> Callable:
+    """Mark a function as callable from kernels; it is inlined where it is called."""
+    return cuda.jit(device=True, forceinline=True)(function)
+
+
+def kernel(
+    *signatures: Signature, max_threads: int, min_blocks: int = 1, fastmath: bool = True
+) -> Callable[[Callable], "Kernel"]:
+    """Make a kernel of a Python function.
+
+    signatures   one `void(...)` per set of storage types the kernel is written for; every array is
+                 one-dimensional and contiguous (`float32[::1]`)
+    max_threads  largest block it is launched with, and
+    min_blocks   blocks that should fit on one multiprocessor together: both tell the compiler how
+                 many registers a thread may take (CUDA's __launch_bounds__)
+    fastmath     approximate division and square root, denormals flushed to zero, no NaN and no
+                 infinity assumed
+    """
+
+    def wrap(function: Callable) -> Kernel:
+        return Kernel(function, signatures, max_threads, min_blocks, fastmath)
+
+    return wrap
+
+
+class Kernel:
+    """A Python function with the signatures it can be compiled for. Launch it as k[grid, block](...)."""
+
+    def __init__(
+        self,
+        function: Callable,
+        signatures: Sequence[Signature],
+        max_threads: int,
+        min_blocks: int,
+        fastmath: bool,
+    ) -> None:
+        self.function = function
+        self.signatures = tuple(signatures)
+        self.max_threads = max_threads
+        self.options = {"fastmath": fastmath, "launch_bounds": (max_threads, min_blocks)}
+        self.__name__ = function.__name__
+        self.__doc__ = function.__doc__
+        self.__module__ = function.__module__
+        self._dispatchers: dict[Signature, object] = {}
+        _registry.append(self)
+
+    def __repr__(self) -> str:
+        return f"<kernel {self.__module__}.{self.__name__}>"
+
+    def __getitem__(self, configuration: tuple) -> Callable[..., None]:
+        """Bind grid, block and, where the kernel has it, bytes of dynamic shared memory."""
+        grid, block, shared_bytes = (*configuration, 0)[:3]
+
+        def launch(*arguments) -> None:
+            arrays = [a for a in arguments if hasattr(a, "dtype") and getattr(a, "ndim", 0) > 0]
+            flat = [a.reshape(-1) if getattr(a, "ndim", 0) > 1 else a for a in arguments]
+            signature = self.signature_for(arguments)
+            if isinstance(arrays[0], np.ndarray):
+                flat = [_cast(a, t) for a, t in zip(flat, signature.args, strict=True)]
+                simulator.run_kernel(self.function, grid, block, shared_bytes, flat)
+            else:
+                self.compiled(signature)[grid, block, stream.current(), shared_bytes](*flat)
+
+        return launch
+
+    def signature_for(self, arguments: Sequence) -> Signature:
+        """The signature whose array types are those of the arguments; TypeError if there is none."""
+        for signature in self.signatures:
+            if len(signature.args) == len(arguments) and all(
+                _accepts(t, a) for t, a in zip(signature.args, arguments, strict=True)
+            ):
+                return signature
+        found = ", ".join(str(getattr(a, "dtype", type(a).__name__)) for a in arguments)
+        raise TypeError(f"{self.__name__} takes {self.signatures}, not ({found})")
+
+    def compiled(self, signature: Signature):
+        """The Numba dispatcher for one signature, compiled for the current GPU at first use."""
+        if signature not in self._dispatchers:
+            runtime.configure()
+            compiler = cuda.jit(signature, cache=True, **self.options)
+            self._dispatchers[signature] = compiler(self.function)
+        return self._dispatchers[signature]
+
+    def ptx(self, signature: Signature, compute_capability: tuple) -> str:
+        """PTX text for a compute capability such as (9, 0). Needs no GPU."""
+        text, _ = cuda.compile_ptx(
+            self.function, signature.args, cc=compute_capability, **self.options
+        )
+        return text
+
+
+def _accepts(numba_type: types.Type, argument: object) -> bool:
+    if not isinstance(numba_type, types.Array):
+        return getattr(argument, "ndim", 0) == 0
+    return getattr(argument, "dtype", None) == np.dtype(str(numba_type.dtype))
+
+
+def _cast(argument: object, numba_type: types.Type) -> object:
+    """What passing the argument to a compiled kernel would do: scalars take the declared type."""
+    if isinstance(numba_type, types.Array):
+        return argument
+    return np.dtype(str(numba_type)).type(argument)
