@@ -1,0 +1,230 @@
+"""Where a model lives: its memory, and the operations that work on it.
+
+    cuda   device arrays, the compiled kernels, cuBLAS
+    cpu    NumPy arrays, the NumPy reference of every operation
+    sim    NumPy arrays, the same kernels run thread by thread by the simulator
+
+A model asks its device for buffers and calls `device.ops.layernorm_forward(...)`; it does not know
+which of the three it is on.
+"""
+
+from collections.abc import Callable
+from importlib import import_module
+from types import SimpleNamespace
+
+import numpy as np
+
+from numbagpt.errors import UserError
+
+# Operation → the module that holds it.
+OPERATIONS = {
+    "encoder_forward": "encoder",
+    "encoder_backward": "encoder",
+    "layernorm_forward": "layernorm",
+    "layernorm_backward": "layernorm",
+    "matmul_forward": "matmul",
+    "matmul_backward": "matmul",
+    "attention_forward": "attention",
+    "attention_backward": "attention",
+    "residual_forward": "residual",
+    "gelu_forward": "gelu",
+    "gelu_backward": "gelu",
+    "fused_classifier": "classifier",
+    "mean_loss": "mean_loss",
+    "global_norm": "global_norm",
+    "adamw_update": "adamw",
+}
+
+
+def _operations(suffix: str) -> SimpleNamespace:
+    functions = {}
+    for name, module in OPERATIONS.items():
+        functions[name] = getattr(import_module(f"numbagpt.ops.{module}"), name + suffix)
+    return SimpleNamespace(**functions)
+
+
+class HostDevice:
+    """NumPy arrays in main memory: `cpu` computes with the references, `sim` with the kernels."""
+
+    def __init__(self, name: str, real: type = np.float32) -> None:
+        """real: type of parameters and activations; float64 makes `cpu` an oracle for tests."""
+        self.name = name
+        self.real = real
+        self.ops = _operations("_reference" if name == "cpu" else "")
+
+    def zeros(self, n: int, dtype: type | None = None) -> np.ndarray:
+        """A new 1-D buffer of n zeros, float32 unless told otherwise."""
+        return np.zeros(n, dtype or self.real)
+
+    def clear(self, array: np.ndarray) -> None:
+        """Set every element to zero."""
+        array.fill(0)
+
+    def staging(self, n: int, dtype: type) -> np.ndarray:
+        """A host buffer that uploads and downloads go through."""
+        return np.empty(n, dtype)
+
+    def upload(self, target: np.ndarray, source: np.ndarray) -> None:
+        """Copy host memory into a buffer of the device."""
+        target[...] = source
+
+    def download(self, target: np.ndarray, source: np.ndarray) -> Callable[[], None]:
+        """Copy a buffer of the device into host memory; returns a function that waits for it."""
+        target[...] = source
+        return lambda: None
+
+    def replayable(self, enqueue: Callable[[], None]) -> Callable[[], None]:
+        """A function that does what `enqueue` does, cheaper from the third call on where it can."""
+        return enqueue
+
+    def to_host(self, array: np.ndarray) -> np.ndarray:
+        """A copy of the array as NumPy."""
+        return array.copy()
+
+    def synchronize(self) -> None:
+        """Wait until all queued work is done."""
+
+    def free_memory(self) -> int | None:
+        """Bytes that can still be had, or None where that is not known."""
+        try:
+            with open("/proc/meminfo") as file:
+                fields = dict(line.split(":") for line in file)
+        except OSError:
+            return None
+        return int(fields["MemAvailable"].split()[0]) * 1024
+
+
+class CudaDevice:
+    """Device arrays on the current GPU; all work is queued on one stream."""
+
+    name = "cuda"
+
+    def __init__(self) -> None:
+        from numbagpt.gpu import runtime
+
+        if problem := runtime.gpu_problem():
+            raise UserError(f"--device cuda: {problem}")
+        runtime.configure()
+        self.ops = _operations("")
+
+    def zeros(self, n: int, dtype: type = np.float32) -> object:
+        """A new 1-D buffer of n zeros, float32 unless told otherwise."""
+        from numba import cuda
+
+        array = cuda.device_array(n, dtype)
+        self.clear(array)
+        return array
+
+    def clear(self, array: object) -> None:
+        """Queue setting every element to zero."""
+        from cuda.bindings import driver
+
+        from numbagpt.gpu import stream
+
+        pointer = array.__cuda_array_interface__["data"][0]
+        _check(driver.cuMemsetD8Async(pointer, 0, array.nbytes, stream.handle()))
+
+    def staging(self, n: int, dtype: type) -> np.ndarray:
+        """A page-locked host buffer: only such memory is copied while the host goes on."""
+        from numba import cuda
+
+        return cuda.pinned_array(n, dtype)
+
+    def upload(self, target: object, source: np.ndarray) -> None:
+        """Queue a copy from a staging buffer, which must not change until the copy is done."""
+        from cuda.bindings import driver
+
+        from numbagpt.gpu import stream
+
+        pointer = target.__cuda_array_interface__["data"][0]
+        _check(
+            driver.cuMemcpyHtoDAsync(pointer, source.ctypes.data, source.nbytes, stream.handle())
+        )
+
+    def download(self, target: np.ndarray, source: object) -> Callable[[], None]:
+        """Queue a copy into a staging buffer; returns a function that waits for it."""
+        from cuda.bindings import driver
+
+        from numbagpt.gpu import stream
+
+        pointer = source.__cuda_array_interface__["data"][0]
+        _check(
+            driver.cuMemcpyDtoHAsync(target.ctypes.data, pointer, target.nbytes, stream.handle())
+        )
+        (event,) = _check(driver.cuEventCreate(driver.CUevent_flags.CU_EVENT_DISABLE_TIMING))
+        _check(driver.cuEventRecord(event, stream.handle()))
+
+        def wait() -> None:
+            _check(driver.cuEventSynchronize(event))
+            _check(driver.cuEventDestroy(event))
+
+        return wait
+
+    def replayable(self, enqueue: Callable[[], None]) -> Callable[[], None]:
+        """Run `enqueue` the first time, which compiles its kernels; then replay it as a CUDA graph.
+
+        Queueing a kernel from Python costs about 50 µs of host time, replaying one 1.2 µs.
+        """
+        from numbagpt.gpu.graph import capture
+
+        state: list = []
+
+        def replay() -> None:
+            if not state:
+                enqueue()
+                state.append(None)
+                return
+            if state[0] is None:
+                state[0] = capture(enqueue)
+            state[0].launch()
+
+        return replay
+
+    def to_host(self, array: object) -> np.ndarray:
+        """A copy of the array as NumPy, once all queued work is done."""
+        self.synchronize()
+        return array.copy_to_host()
+
+    def synchronize(self) -> None:
+        """Wait until all queued work is done."""
+        from numbagpt.gpu import stream
+
+        stream.synchronize()
+
+    def free_memory(self) -> int | None:
+        """Bytes of GPU memory that can still be had."""
+        from numba import cuda
+
+        return cuda.current_context().get_memory_info().free
+
+
+def _check(result: tuple) -> tuple:
+    """The values of a driver call, or a RuntimeError with the driver's own words."""
+    from cuda.bindings import driver
+
+    status, *values = result
+    if status != driver.CUresult.CUDA_SUCCESS:
+        raise RuntimeError(f"CUDA driver: {driver.cuGetErrorString(status)[1].decode()}")
+    return tuple(values)
+
+
+Device = HostDevice | CudaDevice
+
+
+def select_device(name: str = "auto") -> tuple[Device, str | None]:
+    """The device of that name; `auto` takes the GPU if it can be used, else the CPU.
+
+    Returns the device and, where `auto` fell back, the reason in one line.
+    Raises UserError for an unknown name, or for `cuda` where it can't be used.
+    """
+    if name == "auto":
+        from numbagpt.gpu import runtime
+
+        if problem := runtime.gpu_problem():
+            return HostDevice("cpu"), problem
+        return CudaDevice(), None
+    if name == "cuda":
+        return CudaDevice(), None
+    if name in ("cpu", "sim"):
+        return HostDevice(name), None
+    raise UserError(f"device is {name!r}; expected auto, cuda, cpu or sim")

@@ -1,0 +1,131 @@
+"""The training step: gradients of one or more batches, their norm, and the update.
+
+The host only queues work. Batches and the learning rate travel to the device through staging
+buffers, loss and gradient norm travel back the same way, and nobody waits: the result of a step is
+read while the next one runs. From the second step on everything between is a replayed CUDA graph,
+which works because all that changes from step to step lies in device memory.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from numbagpt.gpt2 import GPT2
+from numbagpt.ops.global_norm import global_norm_partials
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step did: mean loss in nats, norm of the gradients before clipping."""
+
+    loss: float
+    grad_norm: float
+
+
+class _Slot:
+    """Staging buffers of one step in flight."""
+
+    def __init__(self, model: GPT2, accumulation_steps: int) -> None:
+        staging = model.device.staging
+        self.batches = [staging(model.batch_elements, np.int32) for _ in range(accumulation_steps)]
+        self.hyper = staging(3, np.float32)
+        self.stats = staging(2, np.float32)
+        self.wait: Callable[[], None] = lambda: None
+
+
+class Trainer:
+    """AdamW training of one model.
+
+    accumulation_steps   batches whose gradients add up to one step; the loss is their mean
+    beta1, beta2, eps    AdamW's constants
+    weight_decay         decoupled, on matrices and embeddings only
+    grad_clip            largest global norm of the gradients; 0 clips nothing
+
+    A step whose norm is not finite leaves parameters and moments as they were.
+    """
+
+    def __init__(
+        self,
+        model: GPT2,
+        accumulation_steps: int = 1,
+        beta1: float = 0.9,
+        beta2: float = 0.95,
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        grad_clip: float = 1.0,
+    ) -> None:
+        device = model.device
+        self.model = model
+        self.steps = 0
+        self.beta1, self.beta2 = beta1, beta2
+        self._accumulation_steps = accumulation_steps
+        self._constants = beta1, beta2, eps, weight_decay
+        self._grad_clip = grad_clip
+        self._hyper = device.zeros(3)
+        self._stats = device.zeros(2)  # loss, norm
+        self._grad_scale = device.zeros(1)
+        self._partials = device.zeros(global_norm_partials(model.grads.memory.size))
+        # two steps in flight: the device works on one while the host fills the other
+        self._slots = [_Slot(model, accumulation_steps) for _ in range(2)]
+        self._pending: deque[_Slot] = deque()
+        model.mean_loss = self._stats[:1]
+        self._micro_step = device.replayable(self._enqueue_micro_step)
+        self._update = device.replayable(self._enqueue_update)
+        self._validate = device.replayable(lambda: model.forward(with_gradient=False))
+
+    def _enqueue_micro_step(self) -> None:
+        self.model.forward(scale=1.0 / self._accumulation_steps)
+        self.model.backward()
+
+    def _enqueue_update(self) -> None:
+        model = self.model
+        model.ops.global_norm(
+            self._stats[1:], self._grad_scale, model.grads.memory, self._partials, self._grad_clip
+        )
+        model.update(self._hyper, self._grad_scale, *self._constants)
+
+    def step(self, batches: Iterable[np.ndarray], learning_rate: float) -> None:
+        """Queue one optimizer step on accumulation_steps packed batches (see gpt2.pack_batch)."""
+        model, device = self.model, self.model.device
+        if len(self._pending) == len(self._slots):
+            raise RuntimeError("two steps are in flight: read() a result before the next step")
+        slot = self._slots[self.steps % len(self._slots)]
+        self.steps += 1
+        model.zero_grad()
+        for staging, batch in zip(slot.batches, batches, strict=True):
+            staging[:] = batch
+            model.set_batch(staging)
+            self._micro_step()
+        slot.hyper[:] = (
+            learning_rate,
+            1.0 - self.beta1**self.steps,
+            1.0 - self.beta2**self.steps,
+        )
+        device.upload(self._hyper, slot.hyper)
+        self._update()
+        slot.wait = device.download(slot.stats, self._stats)
+        self._pending.append(slot)
+
+    def read(self, in_flight: int = 0) -> Iterator[StepResult]:
+        """Results of the oldest steps, waiting for them, until only `in_flight` are unread."""
+        while len(self._pending) > in_flight:
+            slot = self._pending.popleft()
+            slot.wait()
+            loss, grad_norm = map(float, slot.stats)
+            yield StepResult(loss, grad_norm)
+
+    def evaluate(self, batches: Iterable[np.ndarray]) -> float:
+        """Mean loss over packed batches; changes neither parameters nor gradients."""
+        model, device = self.model, self.model.device
+        count = 0
+        device.clear(model.mean_loss)
+        staging = self._slots[0].batches[0]
+        for batch in batches:
+            device.synchronize()  # the staging buffer is free once the last copy is done
+            staging[:] = batch
+            model.set_batch(staging)
+            self._validate()
+            count += 1
+        return float(device.to_host(model.mean_loss)[0]) / count
