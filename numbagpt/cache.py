@@ -1,0 +1,30 @@
+"""Where numbagpt keeps what it can make again: compiled kernels, the default corpus."""
+
+import os
+from pathlib import Path
+
+from numbagpt.errors import UserError
+
+
+def cache_dir() -> Path:
+    """The folder for numbagpt's files that can be made again; created if it is not there.
+
+    $NUMBAGPT_CACHE if that is set, else $XDG_CACHE_HOME/numbagpt, else ~/.cache/numbagpt.
+    Everything in it may be deleted at any time.
+
+    Raises UserError if the folder cannot be made.
+    """
+    if chosen := os.environ.get("NUMBAGPT_CACHE"):
+        folder = Path(chosen).expanduser()
+    else:
+        # The XDG specification says to ignore a relative path.
+        base = Path(os.environ.get("XDG_CACHE_HOME") or "")
+        folder = (base if base.is_absolute() else Path.home() / ".cache") / "numbagpt"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"cannot make the cache folder {folder}: {error.strerror}; expected a folder that "
+            "can be written to; set NUMBAGPT_CACHE to one"
+        ) from error
+    return folder
