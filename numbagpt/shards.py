@@ -1,0 +1,135 @@
+"""Shards: files of token ids in llm.c's .bin format.
+
+    bytes 0 … 1023   256 int32: magic 20240520, version 1, number of tokens, then zeros
+    bytes 1024 …     the tokens, uint16
+
+All little-endian. A data set is one shard or many; a shard is mapped into memory, not read, so
+its size does not matter.
+"""
+
+import codecs
+import os
+import struct
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+from numbagpt.errors import UserError
+from numbagpt.files import atomic_write, file_size, read_bytes
+
+MAGIC = 20240520
+VERSION = 1
+HEADER_BYTES = 1024
+TOKEN = np.dtype("<u2")
+MAX_TOKENS = 2**31 - 1
+
+_MAKE = "make shards from text with: python -m numbagpt.data INPUT --output_dir DIR"
+_FOREIGN = {
+    20240326: "it is a model checkpoint of llm.c",
+    20240327: "it is an optimizer state of llm.c",
+    20240801: "it holds Llama 3 tokens of llm.c",
+}
+
+
+def write_header(file: BinaryIO, num_tokens: int) -> None:
+    """Write the 1024 bytes of header where the file stands."""
+    file.write(struct.pack("<3i", MAGIC, VERSION, num_tokens).ljust(HEADER_BYTES, b"\0"))
+
+
+def write_shard(path: str | os.PathLike, tokens: np.ndarray) -> None:
+    """Write token ids, (n,) of any integer dtype, as one shard; atomic.
+
+    Raises UserError if the file cannot be written or an id does not fit in 16 bits.
+    """
+    tokens = np.asarray(tokens)
+    if tokens.size > MAX_TOKENS:
+        raise UserError(f"{tokens.size:,} tokens for one shard; expected at most {MAX_TOKENS:,}")
+    if tokens.size and not 0 <= tokens.min() <= tokens.max() < 2**16:
+        raise UserError(
+            f"token ids {tokens.min()} to {tokens.max()} for {path}; expected 0 to {2**16 - 1}"
+        )
+    with atomic_write(path) as file:
+        write_header(file, tokens.size)
+        file.write(np.ascontiguousarray(tokens, TOKEN).data)
+
+
+def read_shard(path: str | os.PathLike) -> np.memmap:
+    """Map the tokens of a shard, (n,) uint16 with n ≥ 1, read-only.
+
+    Raises UserError if the file cannot be read, is not a shard, or is not whole.
+    """
+    size = file_size(path)
+    if size == 0:
+        raise UserError(f"{path} is empty; expected a token shard; {_MAKE}")
+    if size < 12:
+        raise UserError(f"{path} is not a token shard: it has only {size} bytes; {_MAKE}")
+    magic, version, num_tokens = struct.unpack("<3i", read_bytes(path, 12))
+    if magic != MAGIC:
+        raise UserError(f"{path} is not a token shard: {_what_it_is(path, magic)}")
+    if version != VERSION:
+        raise UserError(f"{path} has shard version {version}; expected version {VERSION}; {_MAKE}")
+    if size < HEADER_BYTES:
+        raise UserError(
+            f"{path} ends inside its header, at byte {size} of {HEADER_BYTES}; "
+            "copy or make it again"
+        )
+    if size % 2:
+        raise UserError(
+            f"{path} has an odd size, {size:,} bytes; expected 2 bytes a token; "
+            "copy or make it again"
+        )
+    held = (size - HEADER_BYTES) // 2
+    if held != num_tokens:
+        raise UserError(
+            f"{path} holds {held:,} tokens; its header says {num_tokens:,}; "
+            f"{'the file is cut short; ' if held < num_tokens else ''}copy or make it again"
+        )
+    if held == 0:
+        raise UserError(f"{path} holds no tokens; {_MAKE}")
+    return np.memmap(path, TOKEN, mode="r", offset=HEADER_BYTES, shape=(held,))
+
+
+def check_vocabulary(tokens: np.memmap, vocab_size: int) -> None:
+    """Read through a shard and raise UserError at its first id ≥ vocab_size, naming file and place.
+
+    tokens   (n,) uint16, from read_shard
+    """
+    if vocab_size > np.iinfo(TOKEN).max:
+        return
+    step = 2**22
+    for start in range(0, len(tokens), step):
+        chunk = tokens[start : start + step]
+        if chunk.max() >= vocab_size:
+            first = int(np.argmax(chunk >= vocab_size))
+            raise UserError(
+                f"{Path(tokens.filename)} has token id {chunk[first]} at position "
+                f"{start + first:,}; expected ids below the model's vocabulary of {vocab_size}; "
+                "use the tokenizer the model was made for"
+            )
+
+
+def _what_it_is(path: str | os.PathLike, magic: int) -> str:
+    """Guess what a file without our magic is, and say what to do with it."""
+    if magic in _FOREIGN:
+        return f"{_FOREIGN[magic]} (magic {magic}); expected magic {MAGIC}; {_MAKE}"
+    start = read_bytes(path, 2 * HEADER_BYTES)
+    if _is_text(start):
+        return f"it is text; make a shard with: python -m numbagpt.data {path} --output_dir DIR"
+    for stored, maker in (("int32", "llm.c's first versions"), ("uint16", "nanoGPT")):
+        ids = np.frombuffer(start[: len(start) // 4 * 4], np.dtype(stored).newbyteorder("<"))
+        # Id 0 is "!": text is not full of it, foreign headers are.
+        if 0 <= ids.min() <= ids.max() < 50257 and 2 * np.count_nonzero(ids) > ids.size:
+            return (
+                f"it looks like bare {stored} tokens without a header, as {maker} wrote them; add "
+                f"one: numbagpt.shards.write_shard(NEW, numpy.fromfile({str(path)!r}, {stored!r}))"
+            )
+    return f"it starts with {magic}; expected magic {MAGIC}; {_MAKE}"
+
+
+def _is_text(start: bytes) -> bool:
+    try:
+        # Not final: the cut may have split the last character.
+        return "\0" not in codecs.getincrementaldecoder("utf-8")().decode(start)
+    except UnicodeDecodeError:
+        return False

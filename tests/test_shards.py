@@ -1,0 +1,141 @@
+"""The .bin format byte by byte, and one clear line for every file that is not a whole shard."""
+
+import os
+import re
+import struct
+
+import numpy as np
+import pytest
+
+from numbagpt.errors import UserError
+from numbagpt.shards import check_vocabulary, read_shard, write_shard
+
+MAGIC = 20240520
+
+
+def header(*numbers):
+    return struct.pack(f"<{len(numbers)}i", *numbers).ljust(1024, b"\0")
+
+
+def refusal(path):
+    """What read_shard says about a file: one line that names it."""
+    with pytest.raises(UserError) as error:
+        read_shard(path)
+    message = str(error.value)
+    assert str(path) in message
+    assert "\n" not in message
+    return message
+
+
+def test_the_bytes_of_a_shard(tmp_path):
+    path = tmp_path / "a.bin"
+    write_shard(path, np.array([0, 1, 256, 50256, 65535], np.int64))
+    body = bytes([0, 0, 1, 0, 0, 1, 0x50, 0xC4, 0xFF, 0xFF])
+    assert path.read_bytes() == header(MAGIC, 1, 5) + body
+    assert os.listdir(tmp_path) == ["a.bin"]
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.int32, np.int64, ">u2"])
+@pytest.mark.parametrize("count", [1, 2, 1000])
+def test_round_trip(tmp_path, dtype, count):
+    tokens = np.random.default_rng(count).integers(0, 2**15, count).astype(dtype)
+    write_shard(tmp_path / "a.bin", tokens)
+    read = read_shard(tmp_path / "a.bin")
+    assert isinstance(read, np.memmap)
+    assert read.dtype == np.uint16
+    np.testing.assert_array_equal(read, tokens)
+    assert not read.flags.writeable
+
+
+def test_strided_tokens_are_written_in_order(tmp_path):
+    write_shard(tmp_path / "a.bin", np.arange(10)[::3])
+    assert read_shard(tmp_path / "a.bin").tolist() == [0, 3, 6, 9]
+
+
+@pytest.mark.parametrize("bad", [-1, 65536])
+def test_an_id_that_does_not_fit_is_not_written(tmp_path, bad):
+    with pytest.raises(UserError, match=f"{bad}.*expected 0 to 65535"):
+        write_shard(tmp_path / "a.bin", np.array([5, bad]))
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_folder_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(UserError, match=re.escape(str(tmp_path / "none" / "a.bin"))):
+        write_shard(tmp_path / "none" / "a.bin", np.array([1]))
+
+
+TOKENS = np.array([50256, *range(900)])
+BAD_FILES = {
+    "empty": (b"", "is empty; expected a token shard; make shards from text with"),
+    "tiny": (b"\1\2\3", "it has only 3 bytes"),
+    "other magic": (header(12345678, 1, 2) + b"abcd", "starts with 12345678; expected magic"),
+    "model": (header(20240326, 3, 1024), "a model checkpoint of llm.c.*expected magic 20240520"),
+    "optimizer": (header(20240327, 1), "an optimizer state of llm.c"),
+    "llama": (header(20240801, 7, 1) + b"abcd", "Llama 3 tokens"),
+    "text": ("Ünïcödé prose, ".encode() * 200, r"it is text; .*numbagpt\.data .*bad\.bin --output"),
+    "bare int32": (TOKENS.astype("<i4").tobytes(), r"bare int32 tokens.*first.*'int32'\)\)"),
+    "bare uint16": (TOKENS.astype("<u2").tobytes(), r"bare uint16 tokens.*nanoGPT.*'uint16'\)\)"),
+    "noise": (np.random.default_rng(0).bytes(5000), "starts with -?[0-9]+; expected magic"),
+    "version": (header(MAGIC, 2, 2) + b"abcd", "version 2; expected version 1; make"),
+    "half a header": (header(MAGIC, 1, 2)[:500], "inside its header, at byte 500 of 1024"),
+    "odd": (header(MAGIC, 1, 2) + b"abc", "odd size, 1,027 bytes; expected 2 bytes a token"),
+    "truncated": (header(MAGIC, 1, 3) + b"abcd", "holds 2 tokens; its header says 3; .*cut short"),
+    "too long": (header(MAGIC, 1, 1) + b"abcd", "holds 2 tokens; its header says 1; copy or"),
+    "no tokens": (header(MAGIC, 1, 0), "holds no tokens; make"),
+    "negative": (header(MAGIC, 1, -1), "holds 0 tokens; its header says -1"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_FILES)
+def test_a_bad_file_is_refused(tmp_path, case):
+    content, expected = BAD_FILES[case]
+    path = tmp_path / "bad.bin"
+    path.write_bytes(content)
+    assert re.search(expected, refusal(path))
+
+
+def test_text_cut_inside_a_character_is_still_text(tmp_path):
+    path = tmp_path / "bad.bin"
+    path.write_bytes(b"x" + "é".encode() * 3000)
+    assert "it is text" in refusal(path)
+
+
+def test_what_is_not_a_file_is_refused(tmp_path):
+    assert "No such file" in refusal(tmp_path / "none.bin")
+    assert "not a regular file" in refusal(tmp_path)
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root reads anything")
+def test_a_file_without_permission_is_refused(tmp_path):
+    write_shard(tmp_path / "a.bin", TOKENS)
+    (tmp_path / "a.bin").chmod(0)
+    assert "Permission denied" in refusal(tmp_path / "a.bin")
+
+
+def test_the_advice_for_bare_tokens_works(tmp_path):
+    old, new = tmp_path / "old.bin", tmp_path / "new.bin"
+    TOKENS.astype("<i4").tofile(old)
+    assert f"numpy.fromfile('{old}', 'int32')" in refusal(old)
+    write_shard(new, np.fromfile(old, "int32"))
+    np.testing.assert_array_equal(read_shard(new), TOKENS)
+
+
+@pytest.mark.parametrize("position", [0, 7, 2**22 - 1, 2**22, 2**22 + 5])
+def test_the_first_id_beyond_the_vocabulary_is_named(tmp_path, position):
+    tokens = np.full(2**22 + 6, 99, np.uint16)
+    tokens[position:] = 100
+    write_shard(tmp_path / "a.bin", tokens)
+    shard = read_shard(tmp_path / "a.bin")
+    check_vocabulary(shard, 101)
+    with pytest.raises(UserError) as error:
+        check_vocabulary(shard, 100)
+    assert f"{tmp_path / 'a.bin'} has token id 100 at position {position:,};" in str(error.value)
+    assert "vocabulary of 100" in str(error.value)
+
+
+def test_no_16_bit_id_is_beyond_a_vocabulary_of_65536(tmp_path):
+    write_shard(tmp_path / "a.bin", np.array([65535]))
+    shard = read_shard(tmp_path / "a.bin")
+    check_vocabulary(shard, 65536)
+    with pytest.raises(UserError, match="token id 65535"):
+        check_vocabulary(shard, 65535)
