@@ -1,0 +1,200 @@
+"""Batches of tokens from shards, in order, as llm.c's DataLoader reads them; and ahead of time.
+
+A batch is a window of B·T+1 consecutive tokens of one shard. The first B·T, as (B, T), are the
+inputs; the same window one token later is the targets. The next window starts B·T further on. When
+a shard has no whole window left, the next shard follows, and after the last one the first. A tail
+shorter than a window is not read.
+"""
+
+import glob
+import os
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from numbagpt.errors import UserError
+from numbagpt.shards import check_vocabulary, read_shard
+
+
+class Position(NamedTuple):
+    """Where the next window starts: shard (counted from 0 in name order) and token in it."""
+
+    shard: int
+    offset: int
+
+
+def find_shards(pattern: str) -> list[str]:
+    """The files a path or glob pattern names, sorted; ~ is the home folder, ** any folders.
+
+    Raises UserError if there are none.
+    """
+    path = os.path.expanduser(pattern)
+    if os.path.isdir(path):
+        raise UserError(
+            f"{pattern} is a folder; expected a .bin file or a pattern; "
+            f"quote a pattern such as '{os.path.join(pattern, '*_train_*.bin')}'"
+        )
+    found = [path] if os.path.exists(path) else sorted(glob.glob(path, recursive=True))
+    if not found:
+        raise UserError(
+            f"no file matches '{pattern}'; expected token shards; "
+            "make some with: python -m numbagpt.data INPUT --output_dir DIR"
+        )
+    return found
+
+
+class TokenLoader:
+    """Windows of B·T+1 tokens from the shards that match a pattern, in order, for ever.
+
+    pattern      a path or a glob pattern
+    B, T         rows of a batch, tokens of a row
+    vocab_size   V: every id of every shard is checked to be below it, here and not in mid-run
+
+    Attributes: paths; num_tokens, in all shards; num_batches, whole windows from first to last.
+    Raises UserError for a pattern that matches nothing, a file that is not a whole shard, an id
+    beyond the vocabulary, B or T below 1, and shards none of which has a window of B·T+1 tokens.
+    """
+
+    def __init__(self, pattern: str, B: int, T: int, vocab_size: int) -> None:
+        if B < 1 or T < 1:
+            raise UserError(f"a batch of B={B} by T={T} tokens; expected both to be at least 1")
+        self.B, self.T = B, T
+        self.paths = find_shards(pattern)
+        self._shards = [read_shard(path) for path in self.paths]
+        self.num_tokens = sum(map(len, self._shards))
+        self.num_batches = sum((len(shard) - 1) // (B * T) for shard in self._shards)
+        if self.num_batches == 0:
+            raise UserError(self._too_short())
+        for shard in self._shards:
+            check_vocabulary(shard, vocab_size)
+        self._position = Position(0, 0)
+
+    @property
+    def position(self) -> Position:
+        """Where the next window starts, to be given to seek by a run that goes on from here."""
+        return self._position
+
+    def seek(self, position: tuple[int, int]) -> None:
+        """Go on from a position. Raises UserError if these shards have no such place."""
+        shard, offset = position
+        if not (0 <= shard < len(self._shards) and 0 <= offset <= len(self._shards[shard])):
+            raise UserError(
+                f"data position is shard {shard}, token {offset:,}; the data has "
+                f"{len(self._shards)} shards, {self.num_tokens:,} tokens; "
+                "resume with the data the run was started with"
+            )
+        self._position = Position(shard, offset)
+
+    def reset(self) -> None:
+        """Go back to the first window."""
+        self._position = Position(0, 0)
+
+    def next_batch(self) -> tuple[np.ndarray, np.ndarray]:
+        """Inputs and targets, each a new (B, T) int32 array."""
+        B, T = self.B, self.T
+        shard, offset = self._position
+        while offset + B * T + 1 > len(self._shards[shard]):
+            shard, offset = (shard + 1) % len(self._shards), 0
+        window = self._shards[shard][offset : offset + B * T + 1]
+        self._position = Position(shard, offset + B * T)
+        inputs = np.array(window[:-1], np.int32).reshape(B, T)
+        targets = np.array(window[1:], np.int32).reshape(B, T)
+        return inputs, targets
+
+    def _too_short(self) -> str:
+        longest = max(map(len, self._shards))
+        where = (
+            self.paths[0] if len(self.paths) == 1 else f"the longest of {len(self.paths)} shards"
+        )
+        if longest > self.T:
+            fix = f"the largest batch size that fits is {(longest - 1) // self.T}"
+        elif longest > 1:
+            fix = f"the largest sequence length that fits is {longest - 1}, with batch size 1"
+        else:
+            fix = "use more text"
+        return (
+            f"{where} has {longest:,} tokens; a batch of B={self.B} by T={self.T} needs "
+            f"{self.B * self.T + 1:,} (B*T+1); {fix}"
+        )
+
+
+class Prefetcher:
+    """The batches of a loader, made ready by a background thread so that nobody waits for them.
+
+    loader    a TokenLoader; it belongs to the prefetcher until close
+    prepare   applied to (inputs, targets) in the thread; its result is what next_batch returns
+    depth     batches kept ready
+
+    The sequence is the loader's. An error in the thread is raised by next_batch, after the batches
+    before it. Use it in a with statement, or call close.
+    """
+
+    def __init__(
+        self,
+        loader: TokenLoader,
+        prepare: Callable[[np.ndarray, np.ndarray], Any] | None = None,
+        depth: int = 2,
+    ) -> None:
+        self._loader = loader
+        self._prepare = prepare or (lambda inputs, targets: (inputs, targets))
+        self._depth = depth
+        self._start()
+
+    @property
+    def position(self) -> Position:
+        """Where the window after the last batch handed out starts, however far ahead we read."""
+        return self._position
+
+    def next_batch(self) -> Any:
+        """The next batch, (inputs, targets) or what prepare made of them."""
+        if self._error is None:
+            batch, position, self._error = self._ready.get()
+        if self._error is not None:
+            raise self._error
+        self._position = position
+        return batch
+
+    def seek(self, position: tuple[int, int]) -> None:
+        """Go on from a position; batches read ahead are dropped. Raises UserError as the loader."""
+        self.close()
+        self._loader.seek(position)
+        self._start()
+
+    def reset(self) -> None:
+        """Go back to the first window."""
+        self.seek((0, 0))
+
+    def close(self) -> None:
+        """End the thread and put the loader where the consumer is. Can be called twice."""
+        self._stop.set()
+        while not self._ready.empty():
+            self._ready.get()
+        self._thread.join()
+        self._loader.seek(self._position)
+        self._error = self._error or RuntimeError("this Prefetcher is closed")
+
+    def __enter__(self) -> "Prefetcher":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _start(self) -> None:
+        self._position = self._loader.position
+        self._error: BaseException | None = None
+        self._stop = threading.Event()
+        self._ready: queue.Queue = queue.Queue(self._depth)
+        self._thread = threading.Thread(target=self._run, name="prefetch", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            try:
+                batch = self._prepare(*self._loader.next_batch())
+                self._ready.put((batch, self._loader.position, None))
+            except BaseException as error:
+                self._ready.put((None, None, error))
+                return

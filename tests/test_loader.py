@@ -1,0 +1,270 @@
+"""Batches against windows cut by hand from the tokens that were written."""
+
+import threading
+
+import numpy as np
+import pytest
+
+from numbagpt.errors import UserError
+from numbagpt.loader import Position, Prefetcher, TokenLoader, find_shards
+from numbagpt.shards import write_shard
+
+V = 50257
+
+
+def random_shards(folder, *sizes):
+    """Write shards s0.bin, s1.bin … of random tokens; the tokens."""
+    rng = np.random.default_rng(sum(sizes))
+    shards = [rng.integers(0, V, size) for size in sizes]
+    for i, tokens in enumerate(shards):
+        write_shard(folder / f"s{i}.bin", tokens)
+    return shards
+
+
+def windows(shards, B, T):
+    """Every window of one pass, by plain slicing."""
+    for tokens in shards:
+        start = 0
+        while start + B * T + 1 <= len(tokens):
+            yield (
+                [tokens[start + b * T : start + b * T + T] for b in range(B)],
+                [tokens[start + b * T + 1 : start + b * T + T + 1] for b in range(B)],
+            )
+            start += B * T
+
+
+def assert_batch(batch, window):
+    for array, rows in zip(batch, window, strict=True):
+        assert array.dtype == np.int32
+        assert array.flags.c_contiguous
+        np.testing.assert_array_equal(array, np.stack(rows))
+
+
+# The last shape leaves s1 (20 tokens) without a window; 13 · 3 + 1 = 40 fits exactly once in s2.
+@pytest.mark.parametrize(("B", "T"), [(1, 1), (2, 4), (3, 5), (1, 19), (4, 7), (13, 3)])
+def test_windows_in_order_across_shards_and_round_again(tmp_path, B, T):
+    shards = random_shards(tmp_path, 97, 20, 40)
+    loader = TokenLoader(str(tmp_path / "*.bin"), B, T, V)
+    expected = list(windows(shards, B, T))
+    assert loader.num_batches == len(expected)
+    assert loader.num_tokens == 157
+    for _ in range(2):
+        for window in expected:
+            assert_batch(loader.next_batch(), window)
+
+
+def test_a_window_that_ends_with_the_shard_is_read(tmp_path):
+    shards = random_shards(tmp_path, 9)
+    loader = TokenLoader(str(tmp_path / "s0.bin"), 2, 4, V)
+    assert_batch(loader.next_batch(), next(windows(shards, 2, 4)))
+    with pytest.raises(UserError):
+        TokenLoader(str(tmp_path / "s0.bin"), 3, 3, V)
+
+
+def test_batches_do_not_share_memory(tmp_path):
+    shards = random_shards(tmp_path, 100)
+    loader = TokenLoader(str(tmp_path / "s0.bin"), 2, 4, V)
+    inputs, targets = loader.next_batch()
+    inputs[:] = -1
+    assert_batch((targets,), next(windows(shards, 2, 4))[1:])
+    loader.reset()
+    assert_batch(loader.next_batch(), next(windows(shards, 2, 4)))
+
+
+def test_seek_resumes_exactly_where_another_loader_was(tmp_path):
+    random_shards(tmp_path, 50, 60, 33)
+    first, second = (TokenLoader(str(tmp_path / "*.bin"), 2, 5, V) for _ in range(2))
+    assert first.position == Position(0, 0)
+    for _ in range(2 * first.num_batches):
+        second.seek(list(first.position))
+        expected = first.next_batch()
+        np.testing.assert_array_equal(second.next_batch(), expected)
+        assert second.position == first.position
+    assert len(first.position) == 2
+
+
+@pytest.mark.parametrize("position", [(2, 0), (-1, 0), (0, 51), (0, -1)])
+def test_seek_outside_the_data_is_refused(tmp_path, position):
+    random_shards(tmp_path, 50, 60)
+    loader = TokenLoader(str(tmp_path / "*.bin"), 1, 5, V)
+    loader.next_batch()
+    with pytest.raises(UserError, match=r"2 shards, 110 tokens; resume with the data"):
+        loader.seek(position)
+    assert loader.position == (0, 5)
+
+
+def test_patterns(tmp_path, monkeypatch):
+    random_shards(tmp_path, 10, 10)
+    (tmp_path / "deep").mkdir()
+    random_shards(tmp_path / "deep", 10)
+    (tmp_path / "[1].bin").write_bytes(b"")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    both = [str(tmp_path / "s0.bin"), str(tmp_path / "s1.bin")]
+    assert find_shards(str(tmp_path / "s*.bin")) == both
+    assert find_shards("~/s?.bin") == both
+    assert find_shards(str(tmp_path / "**/s0.bin")) == [
+        str(tmp_path / "deep/s0.bin"),
+        str(tmp_path / "s0.bin"),
+    ]
+    # A path that exists is that file, whatever its characters would mean in a pattern.
+    assert find_shards(str(tmp_path / "[1].bin")) == [str(tmp_path / "[1].bin")]
+
+
+@pytest.mark.parametrize("pattern", ["", "none.bin", "none/*.bin"])
+def test_a_pattern_that_matches_nothing_is_refused(tmp_path, monkeypatch, pattern):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=r"no file matches '.*'; .*numbagpt\.data"):
+        TokenLoader(pattern, 1, 1, V)
+
+
+def test_a_folder_is_refused_with_a_pattern(tmp_path):
+    with pytest.raises(UserError, match=r"is a folder; .*_train_\*\.bin"):
+        TokenLoader(str(tmp_path), 1, 1, V)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "B", "T", "message"),
+    [
+        ((100,), 4, 64, "s0.bin has 100 tokens; .*needs 257 .*largest batch size that fits is 1"),
+        ((100,), 4, 30, "needs 121 .*largest batch size that fits is 3"),
+        ((100,), 1, 100, "needs 101 .*largest sequence length that fits is 99, with batch size 1"),
+        ((1,), 1, 1, "has 1 tokens; .*needs 2 .*use more text"),
+        ((30, 100, 20), 4, 30, "the longest of 3 shards has 100 tokens; .*needs 121"),
+    ],
+)
+def test_too_few_tokens(tmp_path, sizes, B, T, message):
+    random_shards(tmp_path, *sizes)
+    with pytest.raises(UserError, match=message) as error:
+        TokenLoader(str(tmp_path / "*.bin"), B, T, V)
+    assert "\n" not in str(error.value)
+
+
+def test_the_batch_size_proposed_fits_and_one_more_does_not(tmp_path):
+    random_shards(tmp_path, 121)
+    TokenLoader(str(tmp_path / "s0.bin"), 4, 30, V)
+    with pytest.raises(UserError, match="that fits is 4"):
+        TokenLoader(str(tmp_path / "s0.bin"), 5, 30, V)
+
+
+@pytest.mark.parametrize(("B", "T"), [(0, 4), (4, 0), (-1, 4)])
+def test_an_empty_batch_is_refused(tmp_path, B, T):
+    random_shards(tmp_path, 10)
+    with pytest.raises(UserError, match="expected both to be at least 1"):
+        TokenLoader(str(tmp_path / "*.bin"), B, T, V)
+
+
+def test_every_shard_is_checked_before_the_first_batch(tmp_path):
+    write_shard(tmp_path / "s0.bin", np.arange(100))
+    write_shard(tmp_path / "s1.bin", np.array([1, 2, 100, 3]))
+    with pytest.raises(UserError, match=r"s1\.bin has token id 100 at position 2;"):
+        TokenLoader(str(tmp_path / "*.bin"), 1, 2, 100)
+    TokenLoader(str(tmp_path / "*.bin"), 1, 2, 101)
+    (tmp_path / "s2.bin").write_bytes(b"no shard")
+    with pytest.raises(UserError, match=r"s2\.bin"):
+        TokenLoader(str(tmp_path / "*.bin"), 1, 2, 101)
+
+
+# --- Prefetcher ---
+
+
+def both(tmp_path, **options):
+    random_shards(tmp_path, 97, 40)
+    plain, ahead = (TokenLoader(str(tmp_path / "*.bin"), 2, 5, V) for _ in range(2))
+    return plain, Prefetcher(ahead, **options)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 7])
+def test_prefetched_batches_and_positions_are_the_loaders(tmp_path, depth):
+    plain, prefetcher = both(tmp_path, depth=depth)
+    with prefetcher:
+        for _ in range(3 * plain.num_batches):
+            assert prefetcher.position == plain.position
+            np.testing.assert_array_equal(prefetcher.next_batch(), plain.next_batch())
+        assert prefetcher.position == plain.position
+
+
+def test_prepare_runs_in_the_thread_once_per_batch(tmp_path):
+    threads = []
+
+    def prepare(inputs, targets):
+        threads.append(threading.current_thread())
+        return np.sort(inputs, axis=None), targets.sum()
+
+    plain, prefetcher = both(tmp_path, prepare=prepare)
+    with prefetcher:
+        for _ in range(5):
+            inputs, targets = plain.next_batch()
+            ready, total = prefetcher.next_batch()
+            np.testing.assert_array_equal(ready, np.sort(inputs, axis=None))
+            assert total == targets.sum()
+    assert threading.current_thread() not in threads
+    assert 5 <= len(threads) <= 5 + 2 + 1
+
+
+def test_batches_are_ready_before_they_are_asked_for(tmp_path):
+    made = threading.Semaphore(0)
+
+    def prepare(inputs, targets):
+        made.release()
+        return inputs, targets
+
+    _, prefetcher = both(tmp_path, prepare=prepare, depth=3)
+    with prefetcher:
+        # Three wait in the queue and one in the thread's hand; a fifth is not begun.
+        for _ in range(4):
+            assert made.acquire(timeout=10)
+        assert not made.acquire(timeout=0.1)
+
+
+def test_seek_and_reset_drop_what_was_read_ahead(tmp_path):
+    plain, prefetcher = both(tmp_path)
+    with prefetcher:
+        for _ in range(4):
+            prefetcher.next_batch()
+        prefetcher.reset()
+        np.testing.assert_array_equal(prefetcher.next_batch(), plain.next_batch())
+        plain.seek((1, 10))
+        prefetcher.seek((1, 10))
+        np.testing.assert_array_equal(prefetcher.next_batch(), plain.next_batch())
+
+
+def test_an_error_in_the_thread_is_raised_after_the_batches_before_it(tmp_path):
+    calls = iter([True, True, False])
+
+    def prepare(inputs, targets):
+        if not next(calls):
+            raise UserError("third batch")
+        return inputs, targets
+
+    plain, prefetcher = both(tmp_path, prepare=prepare)
+    with prefetcher:
+        for _ in range(2):
+            np.testing.assert_array_equal(prefetcher.next_batch(), plain.next_batch())
+        for _ in range(2):
+            with pytest.raises(UserError, match="third batch"):
+                prefetcher.next_batch()
+        assert prefetcher.position == plain.position
+
+
+def test_close_ends_the_thread_and_hands_the_loader_back(tmp_path):
+    plain, prefetcher = both(tmp_path, depth=1)
+    before = threading.active_count()
+    prefetcher.next_batch(), plain.next_batch()
+    prefetcher.close()
+    prefetcher.close()
+    assert threading.active_count() == before - 1
+    with pytest.raises(RuntimeError, match="closed"):
+        prefetcher.next_batch()
+    with Prefetcher(prefetcher._loader) as again:
+        np.testing.assert_array_equal(again.next_batch(), plain.next_batch())
+
+
+def test_many_short_lives_leave_no_thread(tmp_path):
+    before = threading.active_count()
+    random_shards(tmp_path, 97)
+    loader = TokenLoader(str(tmp_path / "s0.bin"), 2, 5, V)
+    for i in range(50):
+        with Prefetcher(loader, depth=1 + i % 3) as prefetcher:
+            for _ in range(i % 4):
+                prefetcher.next_batch()
+    assert threading.active_count() == before
