@@ -170,14 +170,16 @@ def _syncwarp(mask: int = FULL_MASK) -> None:
 
 
 def _grid(ndim: int) -> int | tuple[int, ...]:
-    at = tuple(
-        b * n + t for b, n, t in zip(here.blockIdx, here.blockDim, here.threadIdx, strict=True)
-    )
-    return at[0] if ndim == 1 else at[:ndim]
+    block, size, thread = here.blockIdx, here.blockDim, here.threadIdx
+    x = block.x * size.x + thread.x
+    if ndim == 1:
+        return x
+    return (x, block.y * size.y + thread.y, block.z * size.z + thread.z)[:ndim]
 
 
 def _gridsize(ndim: int) -> int | tuple[int, ...]:
-    size = tuple(b * n for b, n in zip(here.gridDim, here.blockDim, strict=True))
+    grid, block = here.gridDim, here.blockDim
+    size = (grid.x * block.x, grid.y * block.y, grid.z * block.z)
     return size[0] if ndim == 1 else size[:ndim]
 
 

@@ -6,21 +6,25 @@ on behind the place where it stopped, with `value` as the result of the call tha
 greenlets of a program share one OS thread, so exactly one runs at any time, nothing is ever
 interrupted, and a debugger steps through them as through ordinary functions.
 
-Here each CUDA thread is such a greenlet, a `Lane`. It runs alone, without interruption, until it
+Here each CUDA thread, a `Lane`, runs in a greenlet. It runs alone, without interruption, until it
 needs its neighbours: at a barrier or at a warp operation such as a shuffle. There it leaves its
-operand, and switches back to the scheduler (`Block.run`), which runs the next lane that is ready.
-The lane that arrives last at an operation finishes it for all: the results are computed, and
-every lane that took part becomes ready again, in the order of lanes. When no lane is ready and
-not all have returned, they wait for each other for ever: that is a deadlock, and is reported.
+operand and switches back to the scheduler, `Block.run`, which starts or resumes another lane. The
+lane that arrives last at an operation finishes it for all: the results are computed, and every
+lane that took part becomes ready again. When no lane is ready and not all have returned, they wait
+for each other for ever: that is a deadlock, and is reported.
 
 What counts as arrived follows the hardware (PTX, `bar.sync` and `shfl.sync`): an operation waits
 for all threads that are named in its mask and have not returned. A thread that has returned
 holds nobody up, but its registers are gone, so that reading from it is an error.
+
+A GPU promises no order among threads between two barriers. Blocks with an even number run theirs
+from first to last, the others from last to first, so that a kernel which lacks a barrier is likely
+to give different results in the two.
 """
 
 import bdb
 import collections
-import contextvars
+import operator
 import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -67,6 +71,9 @@ class Here:
     gridDim: Dim3
     laneid: int
 
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"cuda.{name} is not something the simulator knows")
+
 
 here = Here()
 
@@ -84,154 +91,186 @@ class Operation:
 
 
 class Warp:
-    """Up to 32 consecutive lanes. `alive` has a bit for each lane that has not returned."""
+    """Up to 32 consecutive lanes. `alive` has a bit for each that has not returned."""
 
     __slots__ = ("alive", "lanes", "operations")
 
     def __init__(self, lanes: list["Lane"]):
+        for lane in lanes:
+            lane.warp = self
         self.lanes = lanes
         self.alive = (1 << len(lanes)) - 1
         self.operations: dict[int, Operation] = {}  # by mask
 
 
-class Lane(greenlet):
-    """One CUDA thread."""
+class Lane:
+    """One CUDA thread; `worker` is the greenlet that it runs in."""
 
-    __slots__ = ("laneid", "threadIdx", "warp")
+    __slots__ = ("laneid", "number", "threadIdx", "warp", "worker")
+
+    def __init__(self, number: int, threadIdx: Dim3):
+        self.number = number  # among all threads of the block
+        self.laneid = number % WARP_SIZE
+        self.threadIdx = threadIdx
+
+
+class Workers:
+    """The greenlets of one launch, kept from lane to lane.
+
+    A new greenlet costs ten times what a switch does, and most kernels never switch at all. So a
+    worker starts lane after lane in the same greenlet, until one of them has to wait; only then
+    does the scheduler take another worker for the lanes behind it.
+    """
+
+    def __init__(self, kernel: types.FunctionType, args: tuple):
+        self.kernel = kernel
+        self.args = args
+        self.all: list[greenlet] = []
+        self.idle: list[greenlet] = []
+
+    def run_lanes(self) -> None:
+        """Has a worker start lanes until one waits or none is left to start."""
+        if not self.idle:
+            self.idle.append(greenlet(self._work))
+            self.all.append(self.idle[-1])
+        self.idle.pop().switch()
+
+    def _work(self) -> None:
+        kernel, args, worker = self.kernel, self.args, getcurrent()
+        # NumPy keeps this per greenlet. A GPU overflows to inf without a word.
+        with np.errstate(all="ignore"):
+            while True:
+                block = here.block
+                for lane in block.unstarted:
+                    lane.worker = worker
+                    here.lane = lane
+                    here.threadIdx = lane.threadIdx
+                    here.laneid = lane.laneid
+                    kernel(*args)
+                    block.returned(lane)
+                self.idle.append(worker)
+                worker.parent.switch()
+
+    def close(self) -> None:
+        """Ends all greenlets, those too that an error has left waiting in the kernel."""
+        for worker in self.all:
+            worker.throw()
 
 
 class Block:
     """One thread block, from its first thread's start to its last thread's return."""
 
-    def __init__(self, kernel: types.FunctionType, args: tuple, shared_bytes: int):
-        self.kernel = kernel
+    def __init__(self, workers: Workers, threads: list[Dim3], shared_bytes: int, backwards: bool):
+        self.workers = workers
         self.scheduler = getcurrent()
-        self.ready: collections.deque = collections.deque()
-        self.barrier: tuple | None = None
-        self.at_barrier: list[tuple[Lane, Any]] = []
+        self.lanes = [Lane(number, threadIdx) for number, threadIdx in enumerate(threads)]
+        self.warps = [
+            Warp(self.lanes[i : i + WARP_SIZE]) for i in range(0, len(threads), WARP_SIZE)
+        ]
+        self.live = len(threads)  # threads that have not returned
+        self.backwards = backwards
+        self.unstarted = iter(self.lanes[::-1] if backwards else self.lanes)
+        self.ready: collections.deque[tuple[Lane, Any]] = collections.deque()
+        self.barrier = ("", None)  # kind and place of the barrier that threads are waiting at
+        self.at_barrier: dict[int, tuple[Lane, Any]] = {}  # by thread number
         self.shared: dict = {}  # the arrays of cuda.shared.array, by call site
         self.static_bytes = 0
         self.dynamic = np.full(shared_bytes, 0xFF, np.uint8)
 
-        def start(_: None) -> None:
-            kernel(*args)
-
-        # NumPy keeps np.errstate in the context, and a new greenlet would start with an empty one.
-        context = contextvars.copy_context()
-        lanes = []
-        size = here.blockDim
-        for z in range(size.z):
-            for y in range(size.y):
-                for x in range(size.x):
-                    lane = Lane(start)
-                    lane.threadIdx = Dim3(x, y, z)
-                    lane.laneid = len(lanes) % WARP_SIZE
-                    lane.gr_context = context
-                    lanes.append(lane)
-                    self.ready.append((lane, None))
-        self.lanes = lanes
-        self.live = len(lanes)
-        for i in range(0, len(lanes), WARP_SIZE):
-            warp = Warp(lanes[i : i + WARP_SIZE])
-            for lane in warp.lanes:
-                lane.warp = warp
-
     def run(self) -> None:
-        """Runs every lane to its end. Raises SimulatorError."""
-        ready = self.ready
+        """Runs every thread to its end. Raises SimulatorError."""
         here.block = self
+        ready = self.ready
         try:
+            while operator.length_hint(self.unstarted):
+                self.workers.run_lanes()
             while ready:
                 lane, result = ready.popleft()
                 here.lane = lane
                 here.threadIdx = lane.threadIdx
                 here.laneid = lane.laneid
-                lane.switch(result)
-                if lane.dead:
-                    self._returned(lane)
+                lane.worker.switch(result)
             if self.live:
-                raise SimulatorError(self._deadlock())
+                self._deadlock()
         except bdb.BdbQuit:  # `quit` at a pdb prompt inside the kernel
             raise
         except Exception as error:
             text = str(error)
             if not isinstance(error, SimulatorError):
                 text = f"{type(error).__name__}: {text}"
-            raise SimulatorError(f"{self._where()}: {text}") from error
+            name = self.workers.kernel.__name__
+            where = f"block {here.blockIdx}, thread {here.threadIdx}{_raised_at(error)}"
+            raise SimulatorError(f"{name}, {where}: {text}") from error
         finally:
-            here.block = here.lane = None
-            for lane in self.lanes:
-                if not lane.dead:
-                    lane.throw()  # unwinds what an error left waiting
+            here.block = None
 
     def arrive_at_barrier(self, kind: str, predicate: Any, site: tuple) -> Any:
         """The running lane reaches a block-wide barrier; gives the barrier's result."""
         if not self.at_barrier:
             self.barrier = (kind, site)
         elif self.barrier != (kind, site):
-            other = self.at_barrier[0][0]
+            other = next(iter(self.at_barrier.values()))[0]
             raise SimulatorError(
                 f"divergent barrier: {kind}() reached while thread {other.threadIdx} "
-                f"waits in {self.barrier[0]}() at {_location(other.gr_frame)}"
+                f"waits in {self.barrier[0]}() at {_location(other)}"
             )
-        self.at_barrier.append((here.lane, predicate))
+        self.at_barrier[here.lane.number] = (here.lane, predicate)
         if len(self.at_barrier) == self.live:
             self._release_barrier()
         return self.scheduler.switch()
 
     def _release_barrier(self) -> None:
-        waiting, self.at_barrier = self.at_barrier, []
-        votes = sum(bool(predicate) for _, predicate in waiting)
+        waiting, self.at_barrier = self.at_barrier, {}
+        votes = sum(bool(predicate) for _, predicate in waiting.values())
         result = {
             "syncthreads": None,
             "syncthreads_count": votes,
             "syncthreads_and": int(votes == len(waiting)),
             "syncthreads_or": int(votes > 0),
         }[self.barrier[0]]
-        waiting.sort(key=lambda pair: pair[0].threadIdx[::-1])
-        self.ready.extend((lane, result) for lane, _ in waiting)
+        order = sorted(waiting, reverse=self.backwards)
+        self.ready.extend((waiting[number][0], result) for number in order)
 
     def complete(self, warp: Warp, mask: int) -> None:
-        """Finishes the operation on `mask` if all its living lanes are there."""
+        """Finishes the operation on `mask` if all its lanes that have not returned are there."""
         operation = warp.operations[mask]
         if mask & warp.alive & ~operation.arrived:
             return
         del warp.operations[mask]
-        operands = dict(sorted(operation.operands.items()))
-        results = operation.complete(operands)
-        self.ready.extend((warp.lanes[i], results[i]) for i in operands)
+        order = sorted(operation.operands)
+        results = operation.complete({i: operation.operands[i] for i in order})
+        for i in reversed(order) if self.backwards else order:
+            self.ready.append((warp.lanes[i], results[i]))
 
-    def _returned(self, lane: Lane) -> None:
+    def returned(self, lane: Lane) -> None:
+        """The kernel has ended for this lane; what waited only for it can go on."""
         self.live -= 1
         warp = lane.warp
         warp.alive &= ~(1 << lane.laneid)
-        for mask in [m for m in warp.operations if m >> lane.laneid & 1]:
+        for mask in list(warp.operations):
             self.complete(warp, mask)
         if self.at_barrier and len(self.at_barrier) == self.live:
             self._release_barrier()
 
-    def _where(self) -> str:
-        return f"{self.kernel.__name__}, block {here.blockIdx}, thread {here.threadIdx}"
-
-    def _deadlock(self) -> str:
-        """Who waits where, as one sentence."""
+    def _deadlock(self) -> None:
+        """Raises SimulatorError that says who waits where."""
         groups: dict[str, list[Lane]] = collections.defaultdict(list)
-        for lane, _ in self.at_barrier:
-            groups[f"in {self.barrier[0]}() at {_location(lane.gr_frame)}"].append(lane)
-        for warp in {id(lane.warp): lane.warp for lane in self.lanes}.values():
+        for lane, _ in self.at_barrier.values():
+            groups[f"in {self.barrier[0]}() at {_location(lane)}"].append(lane)
+        for warp in self.warps:
             for mask, operation in warp.operations.items():
-                for i in operation.operands:
-                    place = _location(warp.lanes[i].gr_frame)
-                    groups[f"in {operation.name}(mask {mask:#010x}) at {place}"].append(
-                        warp.lanes[i]
-                    )
+                for lane in (warp.lanes[i] for i in operation.operands):
+                    what = f"in {operation.name} with mask {mask:#010x} at {_location(lane)}"
+                    groups[what].append(lane)
         waits = [
-            f"{len(lanes)} thread{'s'[: len(lanes) > 1]} from {lanes[0].threadIdx} wait {what}"
+            f"{len(lanes)} waiting {what}, the first of them {lanes[0].threadIdx}"
             for what, lanes in groups.items()
         ]
         returned = len(self.lanes) - self.live
         here.threadIdx = next(iter(groups.values()))[0].threadIdx
-        return "deadlock: " + "; ".join([*waits, f"{returned} have returned"])
+        raise SimulatorError(
+            f"deadlock of {self.live} threads: {'; '.join(waits)}; {returned} have returned"
+        )
 
 
 def warp_operation(
@@ -260,7 +299,7 @@ def warp_operation(
         other = warp.lanes[next(iter(operation.operands))]
         raise SimulatorError(
             f"{name} reached under mask {mask:#010x} while lane {other.laneid} "
-            f"waits in {operation.name} at {_location(other.gr_frame)}"
+            f"waits in {operation.name} at {_location(other)}"
         )
     operation.operands[lane.laneid] = operand
     operation.arrived |= 1 << lane.laneid
@@ -269,8 +308,20 @@ def warp_operation(
     return here.block.scheduler.switch()
 
 
-def _location(frame: types.FrameType | None) -> str:
+def _location(lane: Lane) -> str:
     """file:line of the innermost kernel or device function on a waiting lane's stack."""
+    frame = lane.worker.gr_frame
     while frame.f_back is not None and SIMULATED not in frame.f_globals:
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def _raised_at(error: Exception) -> str:
+    """The innermost line of a kernel or device function that an exception came from."""
+    place = ""
+    step = error.__traceback__
+    while step is not None:
+        if SIMULATED in step.tb_frame.f_globals:
+            place = f", {step.tb_frame.f_code.co_filename}:{step.tb_lineno}"
+        step = step.tb_next
+    return place

@@ -26,7 +26,7 @@ Globals are taken as they are at the first run of a kernel, as Numba takes them 
 What it diagnoses, as SimulatorError: indices outside an array, misaligned vectors, barriers that
 threads reach at different places, warp operations that do not match or whose mask does not name
 the caller, shuffles that read from a lane which is not there, deadlocks, and any exception raised
-inside a kernel. Memory that nobody has written reads as NaN. What it cannot show: races between
+inside a kernel. Shared and local memory that nobody has written reads as NaN. What it cannot show: races between
 threads that its order of execution happens to serialise, the rounding of fused or approximate
 instructions, and speed.
 """
@@ -35,7 +35,7 @@ import math
 import threading
 import types
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numba
@@ -44,7 +44,15 @@ import numpy as np
 
 from numbagpt.gpu import sim_cuda
 from numbagpt.gpu.sim_arrays import CheckedArray, checked, checked_slice, reads_as_int
-from numbagpt.gpu.sim_lanes import SIMULATED, Block, Dim3, SimulatorError, here, warp_operation
+from numbagpt.gpu.sim_lanes import (
+    SIMULATED,
+    Block,
+    Dim3,
+    SimulatorError,
+    Workers,
+    here,
+    warp_operation,
+)
 
 __all__ = [
     "CheckedArray",
@@ -116,25 +124,37 @@ def run_kernel(
         )
     kernel = rebind(function)
     arg_names = function.__code__.co_varnames
-    args = tuple(_argument(value, name) for value, name in zip(args, arg_names, strict=False))
-    with _one_launch, np.errstate(all="ignore"):  # a GPU overflows to inf without a word
+    args = tuple(
+        checked(value, name) if isinstance(value, np.ndarray) else _number(value)
+        for value, name in zip(args, arg_names, strict=False)
+    )
+    threads = list(_indices(block))
+    with _one_launch:
         if here.block is not None:
             raise SimulatorError(f"{function.__name__}: launched from inside a kernel")
         here.gridDim, here.blockDim = grid, block
-        for z in range(grid.z):
-            for y in range(grid.y):
-                for x in range(grid.x):
-                    here.blockIdx = Dim3(x, y, z)
-                    Block(kernel, args, shared_bytes).run()
+        workers = Workers(kernel, args)
+        try:
+            for number, here.blockIdx in enumerate(_indices(grid)):
+                Block(workers, threads, shared_bytes, backwards=number % 2 == 1).run()
+        finally:
+            workers.close()
+
+
+def _indices(size: Dim3) -> Iterator[Dim3]:
+    """All indices within `size` in CUDA's order: x runs fastest."""
+    for z in range(size.z):
+        for y in range(size.y):
+            for x in range(size.x):
+                yield Dim3(x, y, z)
 
 
 def _dim3(size: int | Sequence[int]) -> Dim3:
     return Dim3(*map(int, size)) if isinstance(size, Sequence) else Dim3(int(size))
 
 
-def _argument(value: Any, name: str) -> Any:
-    if isinstance(value, np.ndarray):
-        return checked(value, name)
+def _number(value: Any) -> Any:
+    """A constant or argument with the types of sim_arrays.py: short integers as Python ints."""
     if isinstance(value, np.generic) and reads_as_int(value.dtype):
         return value.item()
     return value
@@ -152,7 +172,7 @@ def _simulated(value: Any) -> Any:
         return sim_cuda.cast(value.name)
     if hasattr(value, "py_func"):
         return rebind(value.py_func)
-    return value
+    return _number(value)
 
 
 def _names_in(code: types.CodeType) -> set[str]:
