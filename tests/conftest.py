@@ -10,5 +10,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if problem:
         skip = pytest.mark.skip(reason=problem)
         for item in items:
-            if "gpu" in item.keywords:
+            if item.get_closest_marker("gpu"):
                 item.add_marker(skip)
