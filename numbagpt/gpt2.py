@@ -271,10 +271,10 @@ class GPT2:
         for name in self.shapes:
             decay = weight_decay if name in DECAYED else 0.0
             self.ops.adamw_update(
-                self.params[name],
-                self.grads[name],
-                m[name],
-                v[name],
+                self.params[name].reshape(-1),
+                self.grads[name].reshape(-1),
+                m[name].reshape(-1),
+                v[name].reshape(-1),
                 hyper,
                 grad_scale,
                 beta1,
