@@ -1,0 +1,137 @@
+"""A corpus that is already on the machine: the English prose of Python's own documentation.
+
+Docstrings of the standard library, read from its source files (nothing is imported), and the
+language reference that help() prints, pydoc_data.topics. What is not prose is left out: interactive
+sessions, grammar rules, underlines; a paragraph that was seen before is left out too, so that the
+validation text is new to the model. About 1.6 MB of text, 440,000 tokens.
+
+The same interpreter always gives the same corpus. It is made once and kept in the cache folder.
+"""
+
+import ast
+import hashlib
+import platform
+import re
+import sys
+import sysconfig
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from numbagpt.cache import cache_dir
+from numbagpt.errors import UserError
+from numbagpt.shards import read_shard, write_shard
+from numbagpt.tokenizer import END_OF_TEXT, encode_array
+
+# One document in this many is for validation.
+VAL_EVERY = 10
+MIN_CHARACTERS = 200_000
+
+_SKIPPED = {"site-packages", "test", "tests", "idlelib", "lib2to3", "encodings", "turtledemo"}
+_SCOPES = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+_BLOCKS = (*_SCOPES, ast.If, ast.Try, ast.With)
+_UNDERLINE = re.compile(r"\W+")
+
+
+def default_corpus() -> tuple[Path, Path]:
+    """The train and validation shards of the default corpus; made if they are not in the cache.
+
+    Raises UserError if the cache cannot be written or this Python has no library sources.
+    """
+    library = Path(sysconfig.get_path("stdlib"))
+    # Another interpreter, or another version of this file, makes another corpus.
+    recipe = f"{sys.version} {library}".encode() + Path(__file__).read_bytes()
+    key = f"{platform.python_version()}-{hashlib.sha256(recipe).hexdigest()[:12]}"
+    folder = cache_dir() / "corpus" / key
+    paths = folder / "train.bin", folder / "val.bin"
+    try:
+        for path in paths:
+            read_shard(path)
+    except UserError:
+        _make(library, *paths)
+    return paths
+
+
+def library_documents(library: Path) -> Iterator[tuple[str, str]]:
+    """Yield (name, text) of the well documented modules of a library folder, by name.
+
+    text   the docstrings in the order of the source, a blank line between them
+    """
+    names = (path.relative_to(library) for path in library.rglob("*.py"))
+    for name in sorted(names, key=Path.as_posix):
+        if not _SKIPPED.isdisjoint(name.parts):
+            continue
+        source = (library / name).read_bytes()
+        # Parsing takes nearly all the time: not for a file with little to read in it.
+        if 8 * sum(map(len, source.split(b'"""')[1::2])) < len(source):
+            continue
+        try:
+            with warnings.catch_warnings(action="ignore"):
+                tree = ast.parse(source)
+        except (SyntaxError, ValueError):
+            continue
+        if text := "\n\n".join(_docstrings(tree)):
+            yield name.as_posix(), text
+
+
+def topic_documents() -> Iterator[tuple[str, str]]:
+    """Yield (name, text) of every chapter that help() knows, by name."""
+    try:
+        from pydoc_data.topics import topics
+    except ImportError:
+        return
+    yield from sorted(topics.items())
+
+
+def prose(text: str, seen: set[str]) -> str:
+    """The paragraphs of a text that are prose and not in `seen`; they are added to it."""
+    kept = []
+    for paragraph in re.split(r"\n\s*\n", text):
+        lines = [line.rstrip() for line in paragraph.expandtabs().split("\n")]
+        lines = [line for line in lines if line and not _UNDERLINE.fullmatch(line)]
+        paragraph = "\n".join(lines)
+        if not lines or ">>>" in paragraph or "::=" in paragraph or paragraph in seen:
+            continue
+        seen.add(paragraph)
+        kept.append(paragraph)
+    return "\n\n".join(kept)
+
+
+def _docstrings(node: ast.AST) -> Iterator[str]:
+    if isinstance(node, _SCOPES) and (text := ast.get_docstring(node)):
+        yield text
+    for child in node.body:
+        if isinstance(child, _BLOCKS):
+            yield from _docstrings(child)
+
+
+def _make(library: Path, train_path: Path, val_path: Path) -> None:
+    print(f"making the default corpus from Python's documentation in {train_path.parent}")
+    seen: set[str] = set()
+    documents = [
+        (name, text)
+        for name, raw in (*library_documents(library), *topic_documents())
+        if (text := prose(raw, seen))
+    ]
+    characters = sum(len(text) for _, text in documents)
+    if characters < MIN_CHARACTERS:
+        raise UserError(
+            f"this Python has {characters:,} characters of documentation in {library}; expected "
+            f"at least {MIN_CHARACTERS:,} for the default corpus; pass data of your own"
+        )
+    # By the hash of the name: related modules do not stand together, yet the order is fixed.
+    documents.sort(key=lambda document: hashlib.sha256(document[0].encode()).digest())
+    tokens = [np.append(np.uint16(END_OF_TEXT), encode_array(text)) for _, text in documents]
+    train = [ids for i, ids in enumerate(tokens) if i % VAL_EVERY]
+    # Two programs that do this at once write the same bytes, and each file appears whole.
+    try:
+        train_path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"cannot make {train_path.parent}: {error.strerror}; set NUMBAGPT_CACHE to a folder "
+            "that can be written to"
+        ) from error
+    write_shard(train_path, np.concatenate(train))
+    write_shard(val_path, np.concatenate(tokens[::VAL_EVERY]))
