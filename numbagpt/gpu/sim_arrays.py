@@ -56,14 +56,15 @@ class CheckedArray:
     def __setitem__(self, index: Any, value: Any) -> None:
         if not 0 <= index < self.size:
             raise self._outside(index)
-        self._write(index, value)
-
-    def _write(self, index: Any, value: Any) -> None:
         try:
             self.array[index] = value
-        except OverflowError:  # NumPy refuses an int that is too wide; a GPU stores its low bits
-            bits = 8 * self.dtype.itemsize
-            self.array.view(f"u{self.dtype.itemsize}")[index] = value & ((1 << bits) - 1)
+        except OverflowError:
+            self._write_low_bits(index, value)
+
+    def _write_low_bits(self, index: Any, value: int) -> None:
+        """NumPy refuses an int that is too wide; a GPU stores what fits."""
+        bits = 8 * self.dtype.itemsize
+        self.array.view(f"u{self.dtype.itemsize}")[index] = value & ((1 << bits) - 1)
 
     def _outside(self, index: Any) -> IndexError:
         return IndexError(
@@ -94,7 +95,10 @@ class CheckedArrayND(CheckedArray):
         index = self._checked(index)
         if len(index) != len(self.shape):
             raise IndexError(f"{self.name}{list(index)} is a row; assign one element at a time")
-        self._write(index, value)
+        try:
+            self.array[index] = value
+        except OverflowError:
+            self._write_low_bits(index, value)
 
     def _checked(self, index: Any) -> tuple:
         if index.__class__ is not tuple:

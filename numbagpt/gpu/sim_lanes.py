@@ -81,13 +81,13 @@ here = Here()
 class Operation:
     """A warp operation that some lanes have reached: what they brought, and how it ends."""
 
-    __slots__ = ("arrived", "complete", "name", "operands")
+    __slots__ = ("complete", "missing", "name", "operands")
 
-    def __init__(self, name: str, complete: Callable[[dict], Any]):
+    def __init__(self, name: str, missing: int, complete: Callable[[dict], Any]):
         self.name = name
+        self.missing = missing  # a bit for each lane that it still waits for
         self.complete = complete
-        self.operands: dict[int, Any] = {}
-        self.arrived = 0
+        self.operands: dict[int, Any] = {}  # by lane
 
 
 class Warp:
@@ -106,11 +106,12 @@ class Warp:
 class Lane:
     """One CUDA thread; `worker` is the greenlet that it runs in."""
 
-    __slots__ = ("laneid", "number", "threadIdx", "warp", "worker")
+    __slots__ = ("bit", "laneid", "number", "threadIdx", "warp", "worker")
 
     def __init__(self, number: int, threadIdx: Dim3):
         self.number = number  # among all threads of the block
         self.laneid = number % WARP_SIZE
+        self.bit = 1 << self.laneid  # in a warp's masks
         self.threadIdx = threadIdx
 
 
@@ -232,11 +233,8 @@ class Block:
         self.ready.extend((waiting[number][0], result) for number in order)
 
     def complete(self, warp: Warp, mask: int) -> None:
-        """Finishes the operation on `mask` if all its lanes that have not returned are there."""
-        operation = warp.operations[mask]
-        if mask & warp.alive & ~operation.arrived:
-            return
-        del warp.operations[mask]
+        """Finishes the operation under `mask`, for which no lane is missing any more."""
+        operation = warp.operations.pop(mask)
         order = sorted(operation.operands)
         results = operation.complete({i: operation.operands[i] for i in order})
         for i in reversed(order) if self.backwards else order:
@@ -246,9 +244,11 @@ class Block:
         """The kernel has ended for this lane; what waited only for it can go on."""
         self.live -= 1
         warp = lane.warp
-        warp.alive &= ~(1 << lane.laneid)
-        for mask in list(warp.operations):
-            self.complete(warp, mask)
+        warp.alive &= ~lane.bit
+        for mask, operation in list(warp.operations.items()):
+            operation.missing &= ~lane.bit
+            if not operation.missing:
+                self.complete(warp, mask)
         if self.at_barrier and len(self.at_barrier) == self.live:
             self._release_barrier()
 
@@ -288,13 +288,13 @@ def warp_operation(
     lane = here.lane
     warp = lane.warp
     mask = int(mask) & FULL_MASK
-    if not mask >> lane.laneid & 1:
+    if not mask & lane.bit:
         raise SimulatorError(
             f"{name}: mask {mask:#010x} does not name the calling lane {lane.laneid}"
         )
     operation = warp.operations.get(mask)
     if operation is None:
-        operation = warp.operations[mask] = Operation(name, complete)
+        operation = warp.operations[mask] = Operation(name, mask & warp.alive, complete)
     elif operation.name != name:
         other = warp.lanes[next(iter(operation.operands))]
         raise SimulatorError(
@@ -302,8 +302,8 @@ def warp_operation(
             f"waits in {operation.name} at {_location(other)}"
         )
     operation.operands[lane.laneid] = operand
-    operation.arrived |= 1 << lane.laneid
-    if not mask & warp.alive & ~operation.arrived:
+    operation.missing &= ~lane.bit
+    if not operation.missing:
         here.block.complete(warp, mask)
     return here.block.scheduler.switch()
 
