@@ -1,0 +1,139 @@
+"""Files: written whole or not at all, read with one clear line when something is wrong.
+
+A file that takes seconds to write is a file that can be interrupted: Ctrl-C, a full disk, a crash,
+a power cut. `atomic_write` therefore never touches the file it replaces. It writes a temporary file
+beside it, pushes that to the disk, and renames it; POSIX makes the rename atomic, so a reader sees
+the old file or the new one and nothing in between.
+"""
+
+import contextlib
+import errno
+import math
+import os
+import secrets
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+from numbagpt.errors import UserError
+
+# How each floating-point type lies in a file, low byte first. NumPy has no bfloat16: its 16 bits
+# are the upper half of a float32 and are read as an integer.
+STORED_AS = {"float32": "<f4", "float16": "<f2", "bfloat16": "<u2"}
+
+# Network and FUSE file systems answer fsync with one of these; the write itself has succeeded.
+_NO_FSYNC = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
+
+
+@contextlib.contextmanager
+def atomic_write(path: str | os.PathLike) -> Iterator[BinaryIO]:
+    """Yield a binary file that becomes `path` when the block ends, and never before.
+
+    If the block raises anything, KeyboardInterrupt included, the temporary file is removed and what
+    was at `path` stays. A symbolic link is followed: its target is replaced, the link stays.
+
+    Raises UserError where the folder is missing or not writable, the disk is full, or `path` is
+    something other than a regular file.
+    """
+    target = Path(os.path.realpath(path))
+    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
+    with _explained(f"cannot write {path}"):
+        if target.exists() and not target.is_file():
+            raise UserError(f"cannot write {path}: it exists and is not a regular file")
+        try:
+            with open(temporary, "xb") as file:
+                yield file
+                file.flush()
+                _sync(file.fileno())
+            os.replace(temporary, target)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        _sync_folder(target.parent)
+
+
+def check_writable_folder(path: str | os.PathLike) -> None:
+    """Create the folder `path` if it is missing and prove that files can be written there.
+
+    Called before any work, so that a run does not fail at its first checkpoint an hour later.
+    Raises UserError if the folder cannot be created or takes no file.
+    """
+    with _explained(f"cannot write to folder {path}"):
+        try:
+            Path(path).mkdir(parents=True, exist_ok=True)
+        except FileExistsError as error:
+            raise UserError(f"cannot write to folder {path}: a file of that name exists") from error
+        with tempfile.NamedTemporaryFile(dir=path, prefix=".writable-") as probe:
+            probe.write(b"\0")
+            probe.flush()
+
+
+def file_size(path: str | os.PathLike) -> int:
+    """The size in bytes of the regular file `path`.
+
+    Raises UserError if there is none: nothing there, a folder, a pipe, no permission.
+    """
+    with _explained(f"cannot read {path}"):
+        size = os.stat(path).st_size
+        if not os.path.isfile(path):
+            raise UserError(f"cannot read {path}: it is not a regular file")
+    return size
+
+
+def read_bytes(path: str | os.PathLike, count: int = -1) -> bytes:
+    """The first `count` bytes of the regular file `path` (fewer if it is shorter), or all of them.
+
+    Raises UserError if the file cannot be read.
+    """
+    file_size(path)
+    with _explained(f"cannot read {path}"), open(path, "rb") as file:
+        return file.read(count)
+
+
+def read_floats(
+    path: str | os.PathLike, stored: str, shape: tuple[int, ...], offset: int
+) -> np.ndarray:
+    """Read `shape` numbers from byte `offset` of `path` on, as a new float32 array.
+
+    stored   float32, float16 or bfloat16: how the file holds them; all three convert exactly
+    Raises UserError if the file cannot be read or ends too early.
+    """
+    count = math.prod(shape)
+    with _explained(f"cannot read {path}"):
+        numbers = np.fromfile(path, STORED_AS[stored], count, offset=offset)
+    if numbers.size != count:
+        raise UserError(f"{path} ends too early; expected {count:,} numbers from byte {offset:,}")
+    if stored == "bfloat16":
+        numbers = np.left_shift(numbers, 16, dtype=np.uint32).view(np.float32)
+    return numbers.astype(np.float32, copy=False).reshape(shape)
+
+
+@contextlib.contextmanager
+def _explained(what: str) -> Iterator[None]:
+    """Turn the operating system's refusals into one line: `what`, then the system's reason."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{what}: {error.strerror or error}") from error
+
+
+def _sync(descriptor: int) -> None:
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _NO_FSYNC:
+            raise
+
+
+def _sync_folder(folder: Path) -> None:
+    """Push the rename itself to the disk. Windows cannot open a folder, and journals renames."""
+    if os.name == "nt":
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        _sync(descriptor)
+    finally:
+        os.close(descriptor)

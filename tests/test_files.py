@@ -1,0 +1,287 @@
+"""numbagpt.files: whole files or none, and one clear line for everything the system refuses."""
+
+import errno
+import os
+import resource
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from numbagpt import files
+from numbagpt.errors import UserError
+from numbagpt.files import atomic_write, check_writable_folder, file_size, read_bytes, read_floats
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(entry.name for entry in folder.iterdir())
+
+
+def one_line(error: pytest.ExceptionInfo) -> str:
+    message = str(error.value)
+    assert "\n" not in message
+    return message
+
+
+def test_atomic_write_creates_and_replaces(tmp_path):
+    path = tmp_path / "a.bin"
+    for content in (b"first", b"second and longer", b""):
+        with atomic_write(path) as file:
+            file.write(content)
+        assert path.read_bytes() == content
+        assert names(tmp_path) == ["a.bin"]
+
+
+def test_target_is_untouched_until_the_block_ends(tmp_path):
+    path = tmp_path / "a.bin"
+    path.write_bytes(b"old")
+    with atomic_write(path) as file:
+        file.write(b"new" * 100_000)
+        file.flush()
+        assert path.read_bytes() == b"old"
+        # The temporary file is a neighbour: a rename across file systems would not be atomic.
+        assert len(names(tmp_path)) == 2
+    assert path.read_bytes() == b"new" * 100_000
+
+
+@pytest.mark.parametrize("interruption", [ValueError, KeyboardInterrupt, SystemExit])
+@pytest.mark.parametrize("existed", [True, False])
+def test_an_interrupted_write_leaves_what_was_there(tmp_path, interruption, existed):
+    path = tmp_path / "a.bin"
+    if existed:
+        path.write_bytes(b"old")
+
+    def write_half():
+        with atomic_write(path) as file:
+            file.write(b"half")
+            raise interruption
+
+    with pytest.raises(interruption):
+        write_half()
+    assert names(tmp_path) == (["a.bin"] if existed else [])
+    assert not existed or path.read_bytes() == b"old"
+
+
+def test_a_killed_process_leaves_the_old_file(tmp_path):
+    path = tmp_path / "a.bin"
+    path.write_bytes(b"old")
+    program = (
+        "import os, signal, sys\n"
+        "from numbagpt.files import atomic_write\n"
+        "with atomic_write(sys.argv[1]) as file:\n"
+        "    file.write(b'half' * 100_000)\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    status = subprocess.run([sys.executable, "-c", program, str(path)], check=False).returncode
+    assert status == -9
+    assert path.read_bytes() == b"old"
+    with atomic_write(path) as file:
+        file.write(b"new")
+    assert path.read_bytes() == b"new"
+
+
+def test_data_reaches_the_disk_before_the_rename(tmp_path, monkeypatch):
+    path = tmp_path / "a.bin"
+    events = []
+    fsync, replace = os.fsync, os.replace
+
+    def record_fsync(descriptor):
+        mode = os.fstat(descriptor)
+        events.append(("fsync", "folder" if stat.S_ISDIR(mode.st_mode) else mode.st_size))
+        fsync(descriptor)
+
+    def record_replace(source, target):
+        events.append(("replace", os.path.basename(target)))
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", record_fsync)
+    monkeypatch.setattr(os, "replace", record_replace)
+    with atomic_write(path) as file:
+        file.write(b"12345")
+    assert events == [("fsync", 5), ("replace", "a.bin"), ("fsync", "folder")]
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EDQUOT])
+def test_a_failing_disk_is_reported_and_the_old_file_stays(tmp_path, monkeypatch, code):
+    path = tmp_path / "a.bin"
+    path.write_bytes(b"old")
+
+    def refuse(descriptor):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    with pytest.raises(UserError) as error, atomic_write(path) as file:
+        file.write(b"new")
+    assert one_line(error) == f"cannot write {path}: {os.strerror(code)}"
+    assert path.read_bytes() == b"old"
+    assert names(tmp_path) == ["a.bin"]
+
+
+def test_a_file_system_without_fsync_is_no_failure(tmp_path, monkeypatch):
+    def refuse(descriptor):
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    with atomic_write(tmp_path / "a.bin") as file:
+        file.write(b"new")
+    assert (tmp_path / "a.bin").read_bytes() == b"new"
+
+
+@pytest.fixture
+def limit_file_size():
+    """Sets the size past which the system refuses to write, half-way, as a full disk does."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_write_refused_half_way(tmp_path, limit_file_size):
+    path = tmp_path / "a.bin"
+    limit_file_size(4096)
+    with pytest.raises(UserError) as error, atomic_write(path) as file:
+        file.write(b"x" * 100_000)
+    assert one_line(error) == f"cannot write {path}: {os.strerror(errno.EFBIG)}"
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("where", "reason"),
+    [
+        ("missing/a.bin", os.strerror(errno.ENOENT)),
+        ("file/a.bin", os.strerror(errno.ENOTDIR)),
+        ("folder", "it exists and is not a regular file"),
+        ("x" * 300, os.strerror(errno.ENAMETOOLONG)),
+    ],
+)
+def test_unwritable_targets(tmp_path, where, reason):
+    (tmp_path / "file").write_bytes(b"old")
+    (tmp_path / "folder").mkdir()
+    path = tmp_path / where
+    with pytest.raises(UserError) as error, atomic_write(path):
+        pytest.fail("the block must not run")
+    assert one_line(error) == f"cannot write {path}: {reason}"
+    assert names(tmp_path) == ["file", "folder"]
+    assert (tmp_path / "file").read_bytes() == b"old"
+
+
+def test_a_device_is_never_replaced():
+    with pytest.raises(UserError, match="not a regular file"), atomic_write("/dev/null"):
+        pytest.fail("the block must not run")
+    assert Path("/dev/null").is_char_device()
+
+
+def test_a_symbolic_link_stays(tmp_path):
+    (tmp_path / "disk").mkdir()
+    real, link = tmp_path / "disk" / "real.bin", tmp_path / "link.bin"
+    real.write_bytes(b"old")
+    link.symlink_to(real)
+    with atomic_write(link) as file:
+        file.write(b"new")
+    assert link.is_symlink()
+    assert real.read_bytes() == b"new"
+
+
+def test_new_files_follow_the_umask(tmp_path):
+    old = os.umask(0o027)
+    try:
+        with atomic_write(tmp_path / "a.bin") as file:
+            file.write(b"x")
+    finally:
+        os.umask(old)
+    assert stat.S_IMODE((tmp_path / "a.bin").stat().st_mode) == 0o640
+
+
+def test_check_writable_folder_makes_it_and_leaves_it_empty(tmp_path):
+    folder = tmp_path / "a" / "b"
+    check_writable_folder(folder)
+    check_writable_folder(folder)
+    assert names(folder) == []
+
+
+def test_check_writable_folder_refusals(tmp_path, monkeypatch):
+    (tmp_path / "file").write_bytes(b"")
+    for path, reason in [
+        (tmp_path / "file", "a file of that name exists"),
+        (tmp_path / "file" / "below", os.strerror(errno.ENOTDIR)),
+    ]:
+        with pytest.raises(UserError) as error:
+            check_writable_folder(path)
+        assert one_line(error) == f"cannot write to folder {path}: {reason}"
+
+    def refuse(**_):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(files.tempfile, "NamedTemporaryFile", refuse)
+    with pytest.raises(UserError, match=r"cannot write to folder .*: Permission denied"):
+        check_writable_folder(tmp_path)
+
+
+@pytest.mark.parametrize("path", ["/proc", "/proc/numbagpt"])
+def test_check_writable_folder_where_even_root_cannot_write(path):
+    with pytest.raises(UserError, match=f"^cannot write to folder {path}: "):
+        check_writable_folder(path)
+
+
+def test_check_writable_folder_sees_a_full_disk(tmp_path, limit_file_size):
+    limit_file_size(0)
+    with pytest.raises(UserError, match=os.strerror(errno.EFBIG)):
+        check_writable_folder(tmp_path)
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("read", [file_size, read_bytes])
+def test_reading_what_is_not_a_file(tmp_path, read):
+    os.mkfifo(tmp_path / "pipe")
+    for name, reason in [
+        ("missing", os.strerror(errno.ENOENT)),
+        (".", "it is not a regular file"),
+        ("pipe", "it is not a regular file"),
+    ]:
+        with pytest.raises(UserError) as error:
+            read(tmp_path / name)
+        assert one_line(error) == f"cannot read {tmp_path / name}: {reason}"
+
+
+def test_read_bytes(tmp_path):
+    path = tmp_path / "a"
+    path.write_bytes(b"12345")
+    assert file_size(path) == 5
+    assert read_bytes(path) == b"12345"
+    assert read_bytes(path, 2) == b"12"
+    assert read_bytes(path, 9) == b"12345"
+
+
+def test_read_floats_converts_exactly(tmp_path):
+    # 1.0, -2.5, smallest bfloat16 subnormal, largest finite, infinity, -0.0: sign, exponent and
+    # fraction bits written out.
+    bf16 = np.array([0x3F80, 0xC020, 0x0001, 0x7F7F, 0x7F80, 0x8000], "<u2")
+    expected = np.float32([1, -2.5, 2.0**-133, (2 - 2.0**-7) * 2.0**127, np.inf, -0.0])
+    path = tmp_path / "numbers"
+    path.write_bytes(b"odd" + bf16.tobytes())
+    got = read_floats(path, "bfloat16", (2, 3), 3)
+    assert got.dtype == np.float32
+    np.testing.assert_array_equal(got, expected.reshape(2, 3))
+    assert np.signbit(got[1, 2])
+
+    halves = np.array([1.5, -65504, 2.0**-24], "<f2")
+    path.write_bytes(halves.tobytes())
+    got = read_floats(path, "float16", (3,), 0)
+    assert got.dtype == np.float32
+    np.testing.assert_array_equal(got, np.float32([1.5, -65504, 2.0**-24]))
+
+    path.write_bytes(np.arange(12, dtype="<f4").tobytes())
+    got = read_floats(path, "float32", (2, 2), 8)
+    np.testing.assert_array_equal(got, np.float32([[2, 3], [4, 5]]))
+    got[0, 0] = 7  # ours to change
+
+
+def test_read_floats_from_a_file_that_ends_too_early(tmp_path):
+    path = tmp_path / "numbers"
+    path.write_bytes(bytes(19))
+    with pytest.raises(UserError, match="ends too early; expected 5 numbers from byte 0"):
+        read_floats(path, "float32", (5,), 0)
+    with pytest.raises(UserError, match="No such file"):
+        read_floats(tmp_path / "missing", "float32", (5,), 0)
