@@ -1,0 +1,232 @@
+"""Model weights on disk: llm.c's .bin files, and one loader for every format we read.
+
+A model .bin is a header of 256 little-endian int32 and the 16 parameter tensors, dense and in
+order, nothing between them:
+
+    [0] 20240326   magic
+    [1] version    3: float32;  5: bfloat16.  Both have the vocabulary padded.
+    [2] max_seq_len   [3] vocab_size V   [4] num_layers   [5] num_heads   [6] channels
+    [7] padded_vocab_size: the rows that wte has in this file
+
+The programs of llm.c read and write the same files (github.com/karpathy/llm.c). We write version 3.
+
+    python -m numbagpt.checkpoint export MODEL FOLDER
+
+writes a model as a folder that Hugging Face's Transformers opens.
+"""
+
+import argparse
+import math
+import os
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+
+from numbagpt import huggingface
+from numbagpt.config import GPT2Config
+from numbagpt.errors import UserError
+from numbagpt.files import STORED_AS, atomic_write, file_size, read_bytes, read_floats
+from numbagpt.tensors import parameter_shapes
+
+MAGIC = 20240326
+STORED_IN_VERSION = {3: "float32", 5: "bfloat16"}
+HEADER_BYTES = 256 * 4
+CHECKPOINT_NAME = re.compile(r"model_(\d+)\.bin")
+
+# What llm.c's other files start with: people name the wrong one.
+OTHER_MAGICS = {
+    20240520: "a shard of tokens (name it with --input_bin)",
+    20240327: "a debug state",
+    20240328: "a tokenizer",
+    20240527: "an optimizer state",
+}
+
+
+def write_model(
+    path: str | os.PathLike,
+    config: GPT2Config,
+    parameters: Mapping[str, np.ndarray] | Iterable[tuple[str, np.ndarray]],
+) -> None:
+    """Write a version-3 .bin, atomically and one tensor at a time.
+
+    parameters   the 16 tensors by name, with the shapes of `parameter_shapes(config)`: a mapping,
+                 or (name, array) pairs in the file's order, made as they are asked for, so that no
+                 second copy of the model is ever in memory
+
+    Raises UserError if the file cannot be written, ValueError if a tensor is missing or misshapen.
+    """
+    header = np.zeros(HEADER_BYTES // 4, "<i4")
+    header[:8] = (
+        MAGIC,
+        3,
+        config.max_seq_len,
+        config.vocab_size,
+        config.num_layers,
+        config.num_heads,
+        config.channels,
+        config.padded_vocab_size,
+    )
+    with atomic_write(path) as file:
+        file.write(header.data)
+        for array in _in_order(parameter_shapes(config), parameters):
+            file.write(np.ascontiguousarray(array, "<f4").data)
+
+
+def read_model(path: str | os.PathLike) -> tuple[GPT2Config, dict[str, np.ndarray]]:
+    """Read a .bin of version 3 or 5: its config and the 16 tensors as float32.
+
+    The vocabulary is padded to our own size whatever the file's padding, and the padded rows of wte
+    are zero whatever the file has there.
+
+    Raises UserError if the file is missing, is not a model, or is damaged.
+    """
+    config, stored, stored_shapes = _read_header(path)
+    parameters = {}
+    offset = HEADER_BYTES
+    for name, shape in stored_shapes.items():
+        parameters[name] = read_floats(path, stored, shape, offset)
+        offset += math.prod(shape) * np.dtype(STORED_AS[stored]).itemsize
+    parameters["wte"] = huggingface.pad_vocab(parameters["wte"], config)
+    return config, parameters
+
+
+def load_model(path: str | os.PathLike) -> tuple[GPT2Config, dict[str, np.ndarray]]:
+    """Load a model from a .bin, a Hugging Face folder, or the newest .bin of a training run.
+
+    A folder with a config.json is Hugging Face's; any other is searched for model_<step>.bin.
+
+    Raises UserError if there is no model there or it cannot be used.
+    """
+    path = Path(path)
+    if path.is_dir():
+        if (path / "config.json").exists():
+            return huggingface.read(path)
+        return read_model(latest_checkpoint(path))
+    if path.suffix == ".safetensors":
+        raise UserError(f"{path} has no shape; name the folder that holds it and its config.json")
+    return read_model(path)
+
+
+def latest_checkpoint(folder: str | os.PathLike) -> Path:
+    """The model_<step>.bin with the highest step in `folder`.
+
+    Raises UserError if there is none.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise UserError(f"no folder {folder}; expected the output folder of a training run")
+    steps = {
+        int(match[1]): entry
+        for entry in folder.iterdir()
+        if (match := CHECKPOINT_NAME.fullmatch(entry.name))
+    }
+    if not steps:
+        raise UserError(
+            f"no model in folder {folder}; expected model_<step>.bin as training writes it, "
+            "or config.json with model.safetensors"
+        )
+    return steps[max(steps)]
+
+
+def export(source: str | os.PathLike, folder: str | os.PathLike) -> int:
+    """Write the model at `source` as a Hugging Face folder; returns its number of parameters.
+
+    Raises UserError if the model cannot be loaded or the folder not written. A folder of training
+    checkpoints is refused: a config.json there would hide them from `load_model`.
+    """
+    folder = Path(folder)
+    if folder.is_dir() and any(CHECKPOINT_NAME.fullmatch(entry.name) for entry in folder.iterdir()):
+        raise UserError(f"{folder} holds training checkpoints; export to another folder")
+    config, parameters = load_model(source)
+    huggingface.write(folder, config, parameters)
+    padding = (config.padded_vocab_size - config.vocab_size) * config.channels
+    return sum(array.size for array in parameters.values()) - padding
+
+
+def _in_order(
+    shapes: Mapping[str, tuple[int, ...]],
+    parameters: Mapping[str, np.ndarray] | Iterable[tuple[str, np.ndarray]],
+) -> Iterator[np.ndarray]:
+    """The arrays in the order of `shapes`, each checked; a wrong one is the caller's mistake."""
+    if isinstance(parameters, Mapping):
+        pairs = ((name, parameters[name]) for name in shapes)
+    else:
+        pairs = parameters
+    for (name, array), expected in zip(pairs, shapes, strict=True):
+        if name != expected or array.shape != shapes[expected]:
+            raise ValueError(f"got {name} {array.shape}, expected {expected} {shapes[expected]}")
+        yield array
+
+
+def _read_header(
+    path: str | os.PathLike,
+) -> tuple[GPT2Config, str, dict[str, tuple[int, ...]]]:
+    """The config, the stored number type and the shapes in the file, after checking all of it."""
+    size = file_size(path)
+    if size < HEADER_BYTES:
+        raise UserError(
+            f"{path} has {size:,} bytes; expected a model .bin, whose header alone has "
+            f"{HEADER_BYTES:,}; the file is empty, truncated or something else"
+        )
+    header = [int(number) for number in np.frombuffer(read_bytes(path, HEADER_BYTES), "<i4")]
+    magic, version, max_seq_len, V, L, NH, C, stored_Vp = header[:8]
+    if magic != MAGIC:
+        raise UserError(f"{path} {_foreign(magic)}; expected a model .bin, magic {MAGIC}")
+    if version not in STORED_IN_VERSION:
+        raise UserError(
+            f"{path} is a model .bin of version {version}; expected 3 (float32) or 5 (bfloat16); "
+            "write it again with a current llm.c"
+        )
+    try:
+        config = GPT2Config(max_seq_len, V, L, NH, C)
+    except UserError as error:
+        raise UserError(f"{path} has a damaged header: {error}") from error
+    if stored_Vp < V:
+        raise UserError(
+            f"{path} has a damaged header: vocabulary {V} padded to {stored_Vp}; "
+            "expected the padded size to be at least the vocabulary"
+        )
+    stored = STORED_IN_VERSION[version]
+    shapes = parameter_shapes(config) | {"wte": (stored_Vp, C)}
+    numbers = sum(math.prod(shape) for shape in shapes.values())
+    expected = HEADER_BYTES + numbers * np.dtype(STORED_AS[stored]).itemsize
+    if size != expected:
+        what = "is truncated" if size < expected else "has bytes after its end"
+        raise UserError(
+            f"{path} {what}: {size:,} bytes; expected {expected:,} for L={L} NH={NH} C={C} "
+            f"T={max_seq_len} Vp={stored_Vp} in {stored}; copy or write it again"
+        )
+    return config, stored, shapes
+
+
+def _foreign(magic: int) -> str:
+    """What a file that starts with `magic` is, as the rest of a sentence."""
+    if magic in OTHER_MAGICS:
+        return f"is {OTHER_MAGICS[magic]}"
+    if magic == int(np.int32(MAGIC).byteswap()):
+        return "is a model written on a big-endian machine"
+    return f"starts with {magic}"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command line: returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m numbagpt.checkpoint")
+    commands = parser.add_subparsers(dest="command", required=True)
+    command = commands.add_parser("export", help="write a model as a Hugging Face folder")
+    command.add_argument("model", help="a .bin, or the output folder of a training run")
+    command.add_argument("folder", help="where config.json and model.safetensors go")
+    options = parser.parse_args(arguments)
+    try:
+        count = export(options.model, options.folder)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(f"wrote {options.folder}: {count:,} parameters")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
