@@ -1,4 +1,4 @@
-"""GPT-2 in PyTorch, on our parameters: what the model is compared with where PyTorch is installed."""
+"""GPT-2 in PyTorch on our parameters: the peer of tests where PyTorch is installed."""
 
 import numpy as np
 import torch

@@ -1,0 +1,138 @@
+"""The training step against a textbook AdamW in float64, and what must hold from step to step."""
+
+import numpy as np
+import pytest
+from device_fixtures import on_device
+from models import TINY, loss_and_gradients, make_model, packed_batches
+
+from numbagpt.device import HostDevice
+from numbagpt.gpt2 import GPT2
+from numbagpt.tensors import DECAYED
+from numbagpt.training import StepResult, Trainer
+
+B, T = 2, 16
+
+
+def train(model: GPT2, batches: list[np.ndarray], steps: int, **options) -> list[StepResult]:
+    """Run optimizer steps with the loop the program uses: results one step late."""
+    accumulation = options.get("accumulation_steps", 1)
+    trainer = Trainer(model, **options)
+    results = []
+    for step in range(steps):
+        start = step * accumulation
+        trainer.step(batches[start : start + accumulation], 1e-3)
+        results += trainer.read(in_flight=1)
+    return results + list(trainer.read())
+
+
+def textbook_adamw(batches, steps, weight_decay, grad_clip, lr=1e-3, b1=0.9, b2=0.95, eps=1e-8):
+    """Losses, norms and final parameters of AdamW with clipping, all in float64."""
+    model = make_model(TINY, B, T, HostDevice("cpu", np.float64))
+    p = {name: values.copy() for name, values in model.parameters().items()}
+    m = {name: np.zeros_like(values) for name, values in p.items()}
+    v = {name: np.zeros_like(values) for name, values in p.items()}
+    results = []
+    for t in range(1, steps + 1):
+        for name, values in p.items():
+            model.params[name][...] = values
+        loss, g = loss_and_gradients(model, batches[t - 1])
+        norm = np.sqrt(sum((gradient**2).sum() for gradient in g.values()))
+        results.append((loss, norm))
+        for name in p:
+            gradient = g[name] * min(1.0, grad_clip / norm)
+            m[name] = b1 * m[name] + (1 - b1) * gradient
+            v[name] = b2 * v[name] + (1 - b2) * gradient**2
+            step = (m[name] / (1 - b1**t)) / (np.sqrt(v[name] / (1 - b2**t)) + eps)
+            decay = weight_decay if name in DECAYED else 0.0
+            p[name] -= lr * (step + decay * p[name])
+    return results, p
+
+
+@on_device
+def test_steps_are_adamw_with_clipping(device) -> None:
+    batches = packed_batches(TINY, B, T, range(4))
+    model = make_model(TINY, B, T, device())
+    results = train(model, batches, 4, weight_decay=0.1, grad_clip=0.5)
+    expected, parameters = textbook_adamw(batches, 4, 0.1, 0.5)
+    np.testing.assert_allclose([(r.loss, r.grad_norm) for r in results], expected, rtol=2e-5)
+    for name, values in model.parameters().items():
+        # a step is about lr however small the gradient, so compare with the distance travelled
+        assert np.abs(values - parameters[name]).max() < 0.02 * 4e-3, name
+
+
+@on_device
+def test_every_parameter_moves(device) -> None:
+    model = make_model(TINY, B, T, device())
+    before = model.parameters()
+    train(model, packed_batches(TINY, B, T, range(1)), 1)
+    for name, values in model.parameters().items():
+        moved = values != before[name]
+        used = TINY.vocab_size if name == "wte" else T if name == "wpe" else None
+        # key biases have no gradient: they add the same number to every score of a query
+        assert moved[:used].mean() > (0.6 if name == "qkvb" else 0.99), name
+        assert not moved[used:].any() or used is None, name
+
+
+@on_device
+def test_a_rerun_gives_the_same_bits(device) -> None:
+    batches = packed_batches(TINY, B, T, range(4))
+    runs = [train(make_model(TINY, B, T, device()), batches, 4) for _ in range(2)]
+    assert runs[0] == runs[1]
+
+
+@on_device
+def test_accumulating_equals_one_large_batch(device) -> None:
+    large = packed_batches(TINY, 2 * B, T, range(2))
+    n = B * T
+    small = [
+        row
+        for batch in large
+        for row in (
+            _packed(batch[:n], batch[2 * n : 3 * n]),
+            _packed(batch[n : 2 * n], batch[3 * n : 4 * n]),
+        )
+    ]
+    one = train(make_model(TINY, 2 * B, T, device()), large, 2)
+    two = train(make_model(TINY, B, T, device()), small, 2, accumulation_steps=2)
+    for a, b in zip(one, two, strict=True):
+        np.testing.assert_allclose((a.loss, a.grad_norm), (b.loss, b.grad_norm), rtol=1e-5)
+
+
+def _packed(inputs: np.ndarray, targets: np.ndarray) -> np.ndarray:
+    from numbagpt.gpt2 import pack_batch
+
+    return pack_batch(inputs.reshape(B, T), targets.reshape(B, T))
+
+
+@on_device
+def test_evaluate_is_the_mean_loss_and_changes_nothing(device) -> None:
+    model = make_model(TINY, B, T, device())
+    trainer = Trainer(model)
+    before = model.parameters()
+    batches = packed_batches(TINY, B, T, range(3))
+    loss = trainer.evaluate(batches)
+    each = [loss_and_gradients(make_model(TINY, B, T), batch)[0] for batch in batches]
+    np.testing.assert_allclose(loss, np.mean(each), rtol=1e-5)
+    for name, values in model.parameters().items():
+        np.testing.assert_array_equal(values, before[name])
+
+
+@on_device
+def test_a_step_that_is_not_finite_changes_no_parameter(device) -> None:
+    model = make_model(TINY, B, T, device())
+    parameters = model.parameters()
+    parameters["lnfw"][0] = np.inf
+    model.load_parameters(parameters)
+    (result,) = train(model, packed_batches(TINY, B, T, range(1)), 1)
+    assert not np.isfinite(result.grad_norm)
+    for name, values in model.parameters().items():
+        np.testing.assert_array_equal(values, parameters[name], err_msg=name)
+
+
+def test_a_third_step_in_flight_is_refused() -> None:
+    trainer = Trainer(make_model(TINY, B, T))
+    batches = packed_batches(TINY, B, T, range(1))
+    trainer.step(batches, 1e-3)
+    trainer.step(batches, 1e-3)
+    with pytest.raises(RuntimeError, match="two steps are in flight"):
+        trainer.step(batches, 1e-3)
