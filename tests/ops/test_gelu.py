@@ -1,0 +1,113 @@
+"""gelu_forward and gelu_backward against NumPy, and NumPy against finite differences."""
+
+import math
+
+import numpy as np
+import pytest
+from check import Place, finite_difference, poisoned, relative_error
+
+from numbagpt.gpu.vec import bf16_to_float32, float32_to_bf16
+from numbagpt.ops.gelu import (
+    gelu_backward,
+    gelu_backward_reference,
+    gelu_forward,
+    gelu_forward_reference,
+)
+
+SHAPES = [(1, 1, 4), (2, 37, 36), (3, 5, 128), (1, 2, 3072)]
+# Far out in both tails, where exp overflows or vanishes, and around zero.
+EXTREMES = np.array([-3e4, -100, -12, -1e-6, 0, 1e-6, 12, 100, 3e4, 1e6, -1e6, 2], np.float32)
+
+
+def expected_forward(inp: np.ndarray) -> np.ndarray:
+    out = poisoned(inp.shape, np.float64)
+    gelu_forward_reference(out, inp.astype(np.float64))
+    return out
+
+
+def expected_backward(inp: np.ndarray, dout: np.ndarray) -> np.ndarray:
+    dinp = poisoned(inp.shape, np.float64)
+    gelu_backward_reference(dinp, inp.astype(np.float64), dout.astype(np.float64))
+    return dinp
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_forward(place: Place, shape: tuple) -> None:
+    inp = np.random.default_rng(1).normal(0, 2, shape).astype(np.float32)
+    out = poisoned(shape)
+    place.run(gelu_forward, out, inp)
+    assert relative_error(out, expected_forward(inp)) <= 1e-6
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_backward(place: Place, shape: tuple) -> None:
+    rng = np.random.default_rng(2)
+    inp = rng.normal(0, 2, shape).astype(np.float32)
+    dout = rng.standard_normal(shape).astype(np.float32)
+    dinp = poisoned(shape)
+    place.run(gelu_backward, dinp, inp, dout)
+    assert relative_error(dinp, expected_backward(inp, dout)) <= 1e-6
+
+
+def test_backward_over_its_own_dout(place: Place) -> None:
+    rng = np.random.default_rng(3)
+    inp, dout = rng.standard_normal((2, 2, 37, 36)).astype(np.float32)
+    expected = expected_backward(inp, dout)
+    place.run(gelu_backward, dout, inp, dout)
+    assert relative_error(dout, expected) <= 1e-6
+
+
+def test_extremes(place: Place) -> None:
+    out, dinp = poisoned(EXTREMES.shape), poisoned(EXTREMES.shape)
+    place.run(gelu_forward, out, EXTREMES)
+    place.run(gelu_backward, dinp, EXTREMES, np.ones_like(EXTREMES))
+    positive, negative = EXTREMES >= 12, EXTREMES <= -12
+    np.testing.assert_allclose(out[positive], EXTREMES[positive], rtol=1e-6)
+    np.testing.assert_allclose(dinp[positive], 1, rtol=1e-6)
+    np.testing.assert_allclose(out[negative] / EXTREMES[negative], 0, atol=1e-30)
+    np.testing.assert_allclose(dinp[negative], 0, atol=1e-12)
+    small = np.abs(EXTREMES) <= 1e-6
+    np.testing.assert_allclose(out[small], EXTREMES[small] / 2, rtol=1e-5)
+    np.testing.assert_allclose(dinp[small], 0.5, rtol=1e-5)
+
+
+def test_negative_tail_keeps_relative_precision(place: Place) -> None:
+    inp = np.linspace(-5, -2, 64, dtype=np.float32)
+    out = poisoned(inp.shape)
+    place.run(gelu_forward, out, inp)
+    np.testing.assert_allclose(out, expected_forward(inp), rtol=1e-5)
+
+
+def test_bf16(place: Place) -> None:
+    rng = np.random.default_rng(4)
+    inp, dout = float32_to_bf16(rng.standard_normal((2, 3, 5, 40)))
+    out, dinp = np.zeros_like(inp), np.zeros_like(inp)
+    place.run(gelu_forward, out, inp)
+    place.run(gelu_backward, dinp, inp, dout)
+    x, d = bf16_to_float32(inp), bf16_to_float32(dout)
+    # bf16 has 8 significant bits: half a unit in the last place is 2^-9 of a value at most.
+    assert relative_error(bf16_to_float32(out), expected_forward(x)) <= 2**-9
+    assert relative_error(bf16_to_float32(dinp), expected_backward(x, d)) <= 2**-9
+
+
+def test_forward_reference_is_the_formula() -> None:
+    inp = np.random.default_rng(5).normal(0, 3, 100)
+    formula = [x / 2 * (1 + math.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))) for x in inp]
+    assert relative_error(expected_forward(inp), formula) <= 1e-14
+
+
+def test_backward_reference_is_the_slope() -> None:
+    rng = np.random.default_rng(6)
+    inp, dout = rng.normal(0, 2, (2, 2, 5, 12))
+    slope = finite_difference(expected_forward, inp, dout)
+    assert relative_error(expected_backward(inp, dout), slope) <= 1e-8
+
+
+def test_references_in_float32() -> None:
+    rng = np.random.default_rng(7)
+    inp, dout = rng.normal(0, 2, (2, 2, 37, 36)).astype(np.float32)
+    out, dinp = poisoned(inp.shape), poisoned(inp.shape)
+    gelu_forward_reference(out, inp)
+    gelu_backward_reference(dinp, inp, dout)
+    assert relative_error(out, expected_forward(inp)) <= 1e-6
+    assert relative_error(dinp, expected_backward(inp, dout)) <= 1e-6
