@@ -1,0 +1,205 @@
+"""layernorm_forward and layernorm_backward against NumPy, and NumPy against finite differences."""
+
+import numpy as np
+import pytest
+from check import Place, finite_difference, poisoned, relative_error
+
+from numbagpt.errors import UserError
+from numbagpt.gpu.vec import bf16_to_float32, float32_to_bf16
+from numbagpt.ops import layernorm
+from numbagpt.ops.layernorm import (
+    layernorm_backward,
+    layernorm_backward_reference,
+    layernorm_backward_scratch,
+    layernorm_forward,
+    layernorm_forward_reference,
+)
+
+SHAPES = [(1, 1, 4), (1, 1, 768), (2, 37, 36), (3, 5, 128), (1, 3, 1600), (2, 1, 4096)]
+FORWARD = ("out", "mean", "rstd")
+BACKWARD = ("dinp", "dweight", "dbias")
+
+
+def random_inputs(shape: tuple, offset: float = 0.5) -> dict[str, np.ndarray]:
+    """inp, weight, bias, dout and what the gradients hold already, float32."""
+    rng = np.random.default_rng(1)
+    C = shape[-1]
+    return {
+        "inp": rng.normal(offset, 2, shape).astype(np.float32),
+        "weight": rng.normal(1, 0.5, C).astype(np.float32),
+        "bias": rng.standard_normal(C).astype(np.float32),
+        "dout": rng.standard_normal(shape).astype(np.float32),
+        "dinp": rng.standard_normal(shape).astype(np.float32),
+        "dweight": rng.standard_normal(C).astype(np.float32),
+        "dbias": rng.standard_normal(C).astype(np.float32),
+    }
+
+
+def expected_forward(a: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """out, mean and rstd in float64."""
+    inp, weight, bias = (a[name].astype(np.float64) for name in ("inp", "weight", "bias"))
+    out, mean, rstd = (poisoned(s, np.float64) for s in (inp.shape, *[inp.shape[:-1]] * 2))
+    layernorm_forward_reference(out, mean, rstd, inp, weight, bias)
+    return {"out": out, "mean": mean, "rstd": rstd}
+
+
+def expected_backward(a: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """dinp, dweight and dbias in float64, from statistics in float64."""
+    a = {name: value.astype(np.float64) for name, value in a.items()}
+    stats = expected_forward(a)
+    layernorm_backward_reference(
+        *(a[name] for name in (*BACKWARD, "dout", "inp", "weight")), stats["mean"], stats["rstd"]
+    )
+    return {name: a[name] for name in BACKWARD}
+
+
+def run_forward(place: Place, a: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    result = {
+        "out": poisoned(a["inp"].shape),
+        "mean": poisoned(a["inp"].shape[:-1]),
+        "rstd": poisoned(a["inp"].shape[:-1]),
+    }
+    place.run(layernorm_forward, *result.values(), a["inp"], a["weight"], a["bias"])
+    return result
+
+
+def run_backward(place: Place, a: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    stats = {name: value.astype(np.float32) for name, value in expected_forward(a).items()}
+    result = {name: a[name].copy() for name in BACKWARD}
+    C = a["inp"].shape[-1]
+    scratch = poisoned(layernorm_backward_scratch(a["inp"].size // C, C))
+    inputs = (a["dout"], a["inp"], a["weight"], stats["mean"], stats["rstd"], scratch)
+    place.run(layernorm_backward, *result.values(), *inputs)
+    return result
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_forward(place: Place, shape: tuple) -> None:
+    a = random_inputs(shape)
+    result, expected = run_forward(place, a), expected_forward(a)
+    for name in FORWARD:
+        assert relative_error(result[name], expected[name]) <= 1e-5, name
+
+
+def test_forward_far_from_zero(place: Place) -> None:
+    # mean(x²) - mean² would be 1e6 - 1e6 here and leave no digit of the variance 4.
+    a = random_inputs((2, 3, 128), offset=1000)
+    result, expected = run_forward(place, a), expected_forward(a)
+    assert relative_error(result["rstd"], expected["rstd"]) <= 1e-5
+    # The inputs themselves have steps of 6e-5 there, and so has the mean.
+    assert relative_error(result["out"], expected["out"]) <= 1e-4
+
+
+def test_forward_of_equal_values(place: Place) -> None:
+    a = random_inputs((1, 2, 36))
+    a["inp"][:] = 3
+    result = run_forward(place, a)
+    np.testing.assert_array_equal(result["mean"], 3)
+    np.testing.assert_allclose(result["rstd"], 1e-5**-0.5, rtol=1e-6)
+    np.testing.assert_array_equal(result["out"], np.broadcast_to(a["bias"], (1, 2, 36)))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_backward_adds_the_gradients(place: Place, shape: tuple) -> None:
+    a = random_inputs(shape)
+    result, expected = run_backward(place, a), expected_backward(a)
+    for name in BACKWARD:
+        assert relative_error(result[name], expected[name]) <= 1e-5, name
+
+
+def test_backward_with_several_rows_for_each_block(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layernorm, "MULTIPROCESSORS", 1)
+    monkeypatch.setattr(layernorm, "BACKWARD_THREADS", 96)
+    a = random_inputs((2, 37, 36))
+    assert layernorm_backward_scratch(74, 36) == 3 * 2 * 36
+    result, expected = run_backward(place, a), expected_backward(a)
+    for name in BACKWARD:
+        assert relative_error(result[name], expected[name]) <= 1e-5, name
+
+
+def test_backward_gives_the_same_bits_again(place: Place) -> None:
+    a = random_inputs((3, 5, 128))
+    first, second = run_backward(place, a), run_backward(place, a)
+    for name in BACKWARD:
+        np.testing.assert_array_equal(first[name], second[name])
+
+
+@pytest.mark.gpu
+def test_backward_of_many_rows() -> None:
+    a = random_inputs((16, 1024, 768))
+    cuda_place = Place("cuda")
+    first, second = run_backward(cuda_place, a), run_backward(cuda_place, a)
+    expected = expected_backward(a)
+    for name in BACKWARD:
+        np.testing.assert_array_equal(first[name], second[name])
+        assert relative_error(first[name], expected[name]) <= 1e-5, name
+
+
+def test_bf16(place: Place) -> None:
+    a = random_inputs((2, 5, 72))
+    half = {k: float32_to_bf16(a[k]) for k in ("inp", "weight", "bias", "dout", "dinp")}
+    a |= {name: bf16_to_float32(bits) for name, bits in half.items()}
+    mean, rstd, out = poisoned((2, 5)), poisoned((2, 5)), np.zeros_like(half["inp"])
+    place.run(layernorm_forward, out, mean, rstd, half["inp"], half["weight"], half["bias"])
+    forward = expected_forward(a)
+    assert relative_error(mean, forward["mean"]) <= 1e-5
+    assert relative_error(rstd, forward["rstd"]) <= 1e-5
+    # bf16 has 8 significant bits: half a unit in the last place is 2^-9 of a value at most.
+    assert relative_error(bf16_to_float32(out), forward["out"]) <= 2**-9
+
+    expected = expected_backward(a)
+    dweight, dbias = a["dweight"].copy(), a["dbias"].copy()
+    inputs = (half["dout"], half["inp"], half["weight"], mean, rstd)
+    scratch = poisoned(layernorm_backward_scratch(10, 72))
+    place.run(layernorm_backward, half["dinp"], dweight, dbias, *inputs, scratch)
+    assert relative_error(bf16_to_float32(half["dinp"]), expected["dinp"]) <= 2**-9
+    assert relative_error(dweight, expected["dweight"]) <= 1e-5
+    assert relative_error(dbias, expected["dbias"]) <= 1e-5
+
+
+def test_too_many_channels_are_refused() -> None:
+    a = random_inputs((1, 1, 12292))
+    with pytest.raises(UserError, match="12292 channels; expected at most 12288"):
+        run_forward(Place("sim"), a)
+    a = random_inputs((1, 1, 4100))
+    with pytest.raises(UserError, match="4100 channels; expected at most 4096"):
+        run_backward(Place("sim"), a)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 4), (2, 3, 36)])
+def test_reference_is_the_formula(shape: tuple) -> None:
+    a = random_inputs(shape)
+    result = expected_forward(a)
+    for index in np.ndindex(shape[:-1]):
+        x = a["inp"][index].astype(np.float64)
+        norm = (x - np.mean(x)) / np.sqrt(np.var(x) + 1e-5)
+        assert relative_error(result["out"][index], norm * a["weight"] + a["bias"]) <= 1e-12
+        assert abs(result["mean"][index] - np.mean(x)) <= 1e-12
+        assert abs(result["rstd"][index] - (np.var(x) + 1e-5) ** -0.5) <= 1e-12
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 4), (2, 3, 12)])
+def test_backward_reference_is_the_slope(shape: tuple) -> None:
+    a = {name: value.astype(np.float64) for name, value in random_inputs(shape).items()}
+    expected = expected_backward(a)
+    for name in ("inp", "weight", "bias"):
+        slope = finite_difference(
+            lambda x, name=name: expected_forward({**a, name: x})["out"], a[name], a["dout"]
+        )
+        assert relative_error(expected[f"d{name}"], a[f"d{name}"] + slope) <= 1e-7, name
+
+
+def test_references_in_float32() -> None:
+    a = random_inputs((2, 37, 36))
+    forward, backward = expected_forward(a), expected_backward(a)
+    out, mean, rstd = poisoned((2, 37, 36)), poisoned((2, 37)), poisoned((2, 37))
+    layernorm_forward_reference(out, mean, rstd, a["inp"], a["weight"], a["bias"])
+    layernorm_backward_reference(
+        *(a[name] for name in (*BACKWARD, "dout", "inp", "weight")), mean, rstd
+    )
+    for name, result in {"out": out, "mean": mean, "rstd": rstd}.items():
+        assert relative_error(result, forward[name]) <= 1e-5, name
+    for name in BACKWARD:
+        assert relative_error(a[name], backward[name]) <= 1e-5, name
