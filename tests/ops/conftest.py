@@ -12,5 +12,5 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(params=["sim", pytest.param("cuda", marks=pytest.mark.gpu)])
 def place(request: pytest.FixtureRequest) -> Place:
-    """A test that takes `place` runs twice: under the simulator and, where there is one, on a GPU."""
+    """A test that takes `place` runs under the simulator and, where there is one, on a GPU."""
     return Place(request.param)
