@@ -100,6 +100,7 @@ def layernorm_backward_reference(
     void(*[float32[::1]] * 6, int64, int32),
     void(uint16[::1], float32[::1], float32[::1], *[uint16[::1]] * 3, int64, int32),
     max_threads=FORWARD_WARPS * WARP_SIZE,
+    min_blocks=5,  # 48 registers a thread: 40 warps to hide the memory's latency
 )
 def layernorm_forward_kernel(out, mean, rstd, inp, weight, bias, N, C):
     """out = (inp - mean) rstd weight + bias for each row, and its mean and rstd.
