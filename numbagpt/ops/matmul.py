@@ -1,0 +1,169 @@
+"""Linear layers.
+
+    out = inp weight^T + bias          (N, C) (OC, C)^T -> (N, OC), with N = B*T rows
+
+    dinp     = dout weight             (N, OC) (OC, C)   -> (N, C)
+    dweight += dout^T inp              (N, OC)^T (N, C)  -> (OC, C)
+    dbias   += sum of dout over rows   (N, OC)           -> (OC,)
+
+The products are cuBLASLt's, which adds the bias while out is still in registers and dweight's old
+value likewise. The sum over rows is a kernel of ours.
+"""
+
+import numpy as np
+from numba import cuda, float32, int32, int64, uint16, void
+
+from numbagpt.gpu import blas
+from numbagpt.gpu.kernel import ceil_div, kernel
+from numbagpt.gpu.reduce import WARP_SIZE
+from numbagpt.gpu.vec import MAX_WIDTH, load, width
+
+WARPS = 8
+THREADS = WARPS * WARP_SIZE
+SHARED_SIZE = THREADS * MAX_WIDTH
+# Blocks that share the work: enough to keep all multiprocessors of a large GPU reading. A constant,
+# not asked of the GPU, so that the order of the additions is the same on all of them.
+TARGET_BLOCKS = 512
+
+
+def _rows(array):
+    """The array as a matrix: every axis but the last is one of rows."""
+    return array.reshape((array.size // array.shape[-1], array.shape[-1]))
+
+
+def matmul_backward_bias_reference(
+    dbias: np.ndarray, dout: np.ndarray, scratch: np.ndarray | None
+) -> None:
+    """What matmul_backward_bias computes, in NumPy and in the arrays' own precision."""
+    dbias += _rows(dout).sum(axis=0)
+
+
+def matmul_forward_reference(
+    out: np.ndarray, inp: np.ndarray, weight: np.ndarray, bias: np.ndarray | None
+) -> None:
+    """What matmul_forward computes, in NumPy and in the arrays' own precision."""
+    out = _rows(out)
+    np.matmul(_rows(inp), weight.T, out=out)
+    if bias is not None:
+        out += bias
+
+
+def matmul_backward_reference(
+    dinp: np.ndarray,
+    dweight: np.ndarray,
+    dbias: np.ndarray | None,
+    dout: np.ndarray,
+    inp: np.ndarray,
+    weight: np.ndarray,
+    scratch: np.ndarray | None,
+) -> None:
+    """What matmul_backward computes, in NumPy and in the arrays' own precision."""
+    if dbias is not None:
+        matmul_backward_bias_reference(dbias, dout, scratch)
+    np.matmul(_rows(dout), weight, out=_rows(dinp))
+    dweight += _rows(dout).T @ _rows(inp)
+
+
+@kernel(
+    void(float32[::1], float32[::1], int64, int32, int32, int32),
+    void(float32[::1], uint16[::1], int64, int32, int32, int32),
+    max_threads=THREADS,
+)
+def column_sum_kernel(out, inp, N, OC, chunk_rows, accumulate):
+    """out[chunk, o] = sum of inp[n, o] over the chunk's rows (+= where accumulate is not 0).
+
+    Grid (blocks along OC, chunks of rows). A warp reads 32 vectors of a row at a time, so that each
+    lane has `width` columns of its own, and the block's warps take the chunk's rows in turn. Their
+    sums meet in shared memory and are added in the order of the warps. Reads each value once:
+    4 N OC bytes (float32).
+    """
+    shared = cuda.shared.array(SHARED_SIZE, float32)
+    sums = cuda.local.array(MAX_WIDTH, float32)
+    x = cuda.local.array(MAX_WIDTH, float32)
+    warp = cuda.threadIdx.x // WARP_SIZE
+    lane = cuda.threadIdx.x % WARP_SIZE
+    columns = WARP_SIZE * width(inp)
+    first_column = cuda.blockIdx.x * columns
+    column = first_column + lane * width(inp)
+
+    for k in range(width(inp)):
+        sums[k] = float32(0)
+    if column < OC:
+        first_row = int64(cuda.blockIdx.y) * chunk_rows
+        for n in range(first_row + warp, min(first_row + chunk_rows, N), WARPS):
+            load(x, inp, n * OC + column)
+            for k in range(width(inp)):
+                sums[k] += x[k]
+    for k in range(width(inp)):
+        shared[warp * columns + lane * width(inp) + k] = sums[k]
+    cuda.syncthreads()
+
+    thread = cuda.threadIdx.x
+    if thread < columns and first_column + thread < OC:
+        total = float32(0)
+        for w in range(WARPS):
+            total += shared[w * columns + thread]
+        i = int64(cuda.blockIdx.y) * OC + first_column + thread
+        if accumulate != 0:
+            out[i] += total
+        else:
+            out[i] = total
+
+
+def _chunks(N: int, column_blocks: int) -> int:
+    """Into how many chunks of rows the first pass is cut."""
+    return max(1, min(TARGET_BLOCKS // column_blocks, ceil_div(N, 4 * WARPS)))
+
+
+def matmul_backward_bias_scratch(N: int, OC: int) -> int:
+    """Number of float32 values that matmul_backward_bias needs for N rows of OC columns."""
+    # bf16 rows make for fewer blocks along OC, hence more chunks, than float32 ones
+    return _chunks(N, ceil_div(OC, WARP_SIZE * MAX_WIDTH)) * OC
+
+
+def matmul_backward_bias(dbias, dout, scratch) -> None:
+    """dbias += sum of dout over all its axes but the last; the same bits in every run.
+
+    dbias    (OC,)       float32
+    dout     (..., OC)   float32, OC divisible by 4, or bf16, OC divisible by 8
+    scratch  float32, at least matmul_backward_bias_scratch(N, OC) values, overwritten
+
+    Two passes of one kernel: sums of chunks of rows into scratch, then the sum of those.
+    """
+    OC = dout.shape[-1]
+    N = dout.size // OC
+    column_blocks = ceil_div(OC * dout.dtype.itemsize, WARP_SIZE * 16)
+    chunks = _chunks(N, column_blocks)
+    chunk_rows = ceil_div(N, chunks)
+    column_sum_kernel[(column_blocks, chunks), THREADS](scratch, dout, N, OC, chunk_rows, 0)
+    column_blocks = ceil_div(OC * dbias.dtype.itemsize, WARP_SIZE * 16)
+    column_sum_kernel[column_blocks, THREADS](dbias, scratch, chunks, OC, chunks, 1)
+
+
+def matmul_forward(out, inp, weight, bias) -> None:
+    """out = inp weight^T + bias.
+
+    out     (..., OC)   written
+    inp     (..., C)
+    weight  (OC, C)
+    bias    (OC,) or None
+    """
+    out, inp = _rows(out), _rows(inp)
+    blas.matmul(out, inp, weight, transpose_b=True, bias=bias)
+
+
+def matmul_backward(dinp, dweight, dbias, dout, inp, weight, scratch) -> None:
+    """Gradients of matmul_forward.
+
+    dinp     (..., C)          written
+    dweight  (OC, C)           +=
+    dbias    (OC,) or None     +=
+    dout     (..., OC)
+    inp, weight                as in matmul_forward
+    scratch                    as in matmul_backward_bias; unused where dbias is None
+    """
+    if dbias is not None:
+        matmul_backward_bias(dbias, dout, scratch)
+    dinp, dout, inp = _rows(dinp), _rows(dout), _rows(inp)
+    blas.matmul(dinp, dout, weight)
+    blas.matmul(dweight, dout, inp, transpose_a=True, beta=1.0)

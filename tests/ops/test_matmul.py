@@ -1,0 +1,148 @@
+"""Linear layers: the products, what is added to and what is overwritten, and the sum over rows."""
+
+import numpy as np
+import pytest
+from check import Place, finite_difference, poisoned, relative_error
+
+from numbagpt.gpu.vec import bf16_to_float32, float32_to_bf16
+from numbagpt.ops.matmul import (
+    matmul_backward,
+    matmul_backward_bias,
+    matmul_backward_bias_reference,
+    matmul_backward_bias_scratch,
+    matmul_backward_reference,
+    matmul_forward,
+    matmul_forward_reference,
+)
+
+# B, T, C, OC
+SHAPES = [(1, 1, 4, 4), (2, 37, 36, 108), (3, 5, 36, 144)]
+# N, OC: one row; a column block that is not full; several of them and several chunks of rows
+SUMS = [(1, 4), (37, 36), (37, 128), (301, 264)]
+
+
+@pytest.fixture
+def rng():
+    return np.random.default_rng(42)
+
+
+def random(rng, *shape):
+    return rng.standard_normal(shape).astype(np.float32)
+
+
+@pytest.mark.parametrize("with_bias", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_forward(place, rng, shape, with_bias):
+    B, T, C, OC = shape
+    inp, weight = random(rng, B, T, C), random(rng, OC, C)
+    bias = random(rng, OC) if with_bias else None
+    expected = np.einsum("btc,oc->bto", inp.astype(np.float64), weight.astype(np.float64))
+    if with_bias:
+        expected += bias
+    out = poisoned((B, T, OC))
+    place.run(matmul_forward, out, inp, weight, bias)
+    assert relative_error(out, expected) <= 1e-5
+    matmul_forward_reference(out := poisoned((B, T, OC)), inp, weight, bias)
+    assert relative_error(out, expected) <= 1e-5
+
+
+@pytest.mark.parametrize("with_bias", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_backward(place, rng, shape, with_bias):
+    B, T, C, OC = shape
+    inp, weight, dout = random(rng, B, T, C), random(rng, OC, C), random(rng, B, T, OC)
+    dweight, dbias = random(rng, OC, C), random(rng, OC) if with_bias else None
+    wide = [
+        None if a is None else a.astype(np.float64) for a in (dweight, dbias, dout, inp, weight)
+    ]
+    expected_dinp = poisoned((B, T, C), np.float64)
+    matmul_backward_reference(expected_dinp, *wide, None)
+
+    dinp, scratch = poisoned((B, T, C)), poisoned(matmul_backward_bias_scratch(B * T, OC))
+    place.run(matmul_backward, dinp, dweight, dbias, dout, inp, weight, scratch)
+    assert relative_error(dinp, expected_dinp) <= 1e-5
+    assert relative_error(dweight, wide[0]) <= 1e-5
+    if with_bias:
+        assert relative_error(dbias, wide[1]) <= 1e-5
+
+
+@pytest.mark.parametrize("shape", SUMS, ids=str)
+def test_backward_bias(place, rng, shape):
+    N, OC = shape
+    dout, dbias = random(rng, N, OC) + 1, random(rng, OC)
+    expected = dbias + dout.sum(axis=0, dtype=np.float64)
+    scratch = poisoned(matmul_backward_bias_scratch(N, OC))
+    place.run(matmul_backward_bias, dbias, dout, scratch)
+    assert relative_error(dbias, expected) <= 1e-6
+
+
+@pytest.mark.parametrize("shape", [(1, 8), (37, 40), (301, 264)], ids=str)
+def test_backward_bias_of_bf16(place, rng, shape):
+    N, OC = shape
+    dout, dbias = float32_to_bf16(random(rng, N, OC) + 1), random(rng, OC)
+    expected = dbias + bf16_to_float32(dout).sum(axis=0, dtype=np.float64)
+    scratch = poisoned(matmul_backward_bias_scratch(N, OC))
+    place.run(matmul_backward_bias, dbias, dout, scratch)
+    assert relative_error(dbias, expected) <= 1e-6
+
+
+def test_references_against_finite_differences(rng):
+    B, T, C, OC = 2, 3, 4, 5
+    inp, weight = rng.standard_normal((B, T, C)), rng.standard_normal((OC, C))
+    bias, dout = rng.standard_normal(OC), rng.standard_normal((B, T, OC))
+
+    def forward(inp, weight, bias):
+        matmul_forward_reference(out := poisoned((B, T, OC), np.float64), inp, weight, bias)
+        return out
+
+    dinp, dweight, dbias = poisoned((B, T, C), np.float64), np.ones((OC, C)), np.ones(OC)
+    matmul_backward_reference(dinp, dweight, dbias, dout, inp, weight, None)
+    numeric = finite_difference(lambda x: forward(x, weight, bias), inp, dout)
+    assert relative_error(dinp, numeric) <= 1e-8
+    numeric = finite_difference(lambda x: forward(inp, x, bias), weight, dout)
+    assert relative_error(dweight - 1, numeric) <= 1e-8
+    numeric = finite_difference(lambda x: forward(inp, weight, x), bias, dout)
+    assert relative_error(dbias - 1, numeric) <= 1e-8
+
+
+def test_references_without_bias(rng):
+    inp, weight, dout = random(rng, 2, 4), random(rng, 8, 4), random(rng, 2, 8)
+    matmul_forward_reference(out := poisoned((2, 8)), inp, weight, None)
+    np.testing.assert_allclose(out, inp @ weight.T, rtol=1e-5)
+    dinp, dweight = poisoned((2, 4)), np.zeros((8, 4), np.float32)
+    matmul_backward_reference(dinp, dweight, None, dout, inp, weight, None)
+    np.testing.assert_allclose(dinp, dout @ weight, rtol=1e-5)
+
+
+def test_bias_reference_sums_leading_axes(rng):
+    dout = rng.standard_normal((2, 3, 4))
+    dbias = np.arange(4.0)
+    matmul_backward_bias_reference(dbias, dout, None)
+    np.testing.assert_allclose(dbias, np.arange(4) + np.einsum("btc->c", dout), rtol=1e-12)
+
+
+@pytest.mark.gpu
+def test_reruns_give_the_same_bits(rng):
+    N, OC = 4099, 768
+    dout, first = random(rng, N, OC), random(rng, OC)
+    second = first.copy()
+    for dbias in (first, second):
+        scratch = poisoned(matmul_backward_bias_scratch(N, OC))
+        Place("cuda").run(matmul_backward_bias, dbias, dout, scratch)
+    np.testing.assert_array_equal(first, second)
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_bias_offsets_past_two_to_the_31(rng):
+    from numbagpt.device import CudaDevice
+
+    device = CudaDevice()
+    N, OC = 700_001, 3072
+    assert N * OC > 2**31
+    dout = device.zeros(N * OC)
+    row = random(rng, OC)
+    device.upload(dout[(N - 1) * OC :], row)
+    dbias, scratch = device.zeros(OC), device.zeros(matmul_backward_bias_scratch(N, OC))
+    matmul_backward_bias(dbias, dout.reshape((N, OC)), scratch)
+    np.testing.assert_array_equal(device.to_host(dbias), row)
