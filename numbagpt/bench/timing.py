@@ -1,0 +1,72 @@
+"""How GPU time is measured.
+
+The host takes 50 µs to launch a kernel from Python, longer than most kernels run. So calls are
+captured into a CUDA graph and the graph is timed with events: what is left is the GPU's own time.
+The calls of a graph go round several sets of buffers that together exceed the L2 cache, or a
+kernel would find in cache what in training it has to fetch from memory.
+"""
+
+from collections.abc import Callable
+from itertools import cycle, islice
+
+import numpy as np
+from numba import cuda, float32, int64, void
+
+from numbagpt.gpu import stream
+from numbagpt.gpu.graph import capture
+from numbagpt.gpu.kernel import ceil_div, kernel
+from numbagpt.gpu.vec import MAX_WIDTH, load, store, width
+
+# Several times the L2 cache of the largest GPUs (H200: 60 MB).
+CACHE_BYTES = 256 << 20
+GRAPH_SECONDS = 2e-3
+REPLAYS = 11
+
+
+def elapsed_seconds(enqueue: Callable[[], None]) -> float:
+    """GPU time of the queued work, by events before and after it."""
+    start, stop = cuda.event(), cuda.event()
+    queue = cuda.external_stream(stream.handle())
+    start.record(queue)
+    enqueue()
+    stop.record(queue)
+    stop.synchronize()
+    return cuda.event_elapsed_time(start, stop) * 1e-3
+
+
+def median_seconds(make_call: Callable[[], Callable[[], None]], nbytes: int) -> float:
+    """Median GPU time of one call over the replays of a graph.
+
+    make_call   allocates one set of buffers and returns the function that works on them
+    nbytes      what one set takes: decides how many sets there are
+    """
+    sets = min(16, max(2, ceil_div(CACHE_BYTES, max(nbytes, 1))))
+    calls = [make_call() for _ in range(sets)]
+    for call in calls:
+        call()
+    once = elapsed_seconds(capture(lambda: [call() for call in calls]).launch) / sets
+    rounds = max(sets, min(2000, int(GRAPH_SECONDS / max(once, 1e-6))))
+    graph = capture(lambda: [call() for call in islice(cycle(calls), rounds)])
+    times = [elapsed_seconds(graph.launch) / rounds for _ in range(REPLAYS)]
+    return float(np.median(times))
+
+
+@kernel(void(float32[::1], float32[::1], int64), max_threads=256)
+def copy_kernel(out, inp, N):
+    """out = inp, one 128-bit vector a thread: the bandwidth that other kernels are held against."""
+    x = cuda.local.array(MAX_WIDTH, float32)
+    i = int64(cuda.grid(1)) * width(out)
+    if i < N:
+        load(x, inp, i)
+        store(out, i, x)
+
+
+def copy_bandwidth() -> float:
+    """Bytes per second, read and written, of a copy between two arrays of 1 GiB."""
+    N = 1 << 28
+
+    def make_call() -> Callable[[], None]:
+        out, inp = (cuda.device_array(N, np.float32) for _ in range(2))
+        return lambda: copy_kernel[ceil_div(N, 1024), 256](out, inp, N)
+
+    return 8 * N / median_seconds(make_call, 8 * N)
