@@ -11,10 +11,15 @@ Nucleus sampling (top-p) is Holtzman et al., 2019 (arXiv:1904.09751).
 
 import math
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from numbagpt import tokenizer
 from numbagpt.errors import UserError
+
+if TYPE_CHECKING:
+    from numbagpt.gpt2 import GPT2
 
 
 def check_sampling(temperature: float, top_k: int | None, top_p: float) -> None:
@@ -109,3 +114,34 @@ def generate(
             return
         tokens.append(token)
         yield token
+
+
+def stream_text(
+    model: "GPT2",
+    prompt: list[int],
+    max_new_tokens: int,
+    rng: np.random.Generator,
+    **settings: float | None,
+) -> Iterator[str]:
+    """Yield the text with which a model continues a prompt, piece by piece, up to its end of text.
+
+    prompt     tokens; none stands for the beginning of a text
+    settings   temperature, top_k, top_p
+
+    Raises UserError if the model's vocabulary is not GPT-2's. (A larger one is padded.)
+    """
+    if model.config.vocab_size < tokenizer.VOCAB_SIZE:
+        raise UserError(
+            f"the model knows {model.config.vocab_size} tokens; text needs GPT-2's vocabulary of "
+            f"{tokenizer.VOCAB_SIZE}"
+        )
+    tokens = generate(
+        lambda tokens: model.next_token_logits(tokens)[: tokenizer.VOCAB_SIZE],
+        prompt or [tokenizer.END_OF_TEXT],
+        max_new_tokens,
+        model.T,
+        end=tokenizer.END_OF_TEXT,
+        rng=rng,
+        **settings,
+    )
+    return tokenizer.decode_stream(tokens)

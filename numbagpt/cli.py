@@ -1,0 +1,162 @@
+"""What the command-line programs share: flags with clear errors, and how a program ends."""
+
+import argparse
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, NoReturn
+
+from numbagpt.errors import UserError
+
+if TYPE_CHECKING:
+    from numbagpt.device import Device
+
+DEFAULT_OUTPUT_DIR = "out"
+INTERRUPTED = 130  # what a shell reports for a program that Ctrl-C ended: 128 + SIGINT
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are one line. Flags cannot be abbreviated."""
+
+    def __init__(self, description: str) -> None:
+        super().__init__(
+            description=description,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+
+    def error(self, message: str) -> NoReturn:
+        """Print the line and exit with status 2, as argparse does, without the usage."""
+        self.exit(2, f"error: {message} (--help lists the flags)\n")
+
+
+def number(
+    kind: type[int] | type[float], low: float, high: float = float("inf"), *, above: bool = False
+) -> Callable[[str], float]:
+    """The type of a flag: an int or float from low to high; with `above`, more than low."""
+    expected = "a whole number" if kind is int else "a number"
+    expected += f" above {low}" if above else f" from {low}"
+    expected += f" to {high}" if high < float("inf") else "" if above else " up"
+
+    def parse(text: str) -> float:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = float("nan")
+        # NaN compares false with everything; infinity is no setting either.
+        if not (low <= value <= high and value < float("inf")) or (above and value == low):
+            raise argparse.ArgumentTypeError(f"{text!r} is not {expected}")
+        return value
+
+    return parse
+
+
+def add_device_flags(parser: Parser) -> None:
+    """Add --device, --precision and --seed."""
+    group = parser.add_argument_group("where and how it is computed")
+    group.add_argument(
+        "--device",
+        choices=("auto", "cuda", "cpu", "sim"),
+        default="auto",
+        help="sim runs the GPU's kernels without a GPU, slowly (default: the GPU if there is one)",
+    )
+    group.add_argument(
+        "--precision",
+        choices=("auto", "fp32", "tf32"),
+        default="auto",
+        help="of matrix products (default: tf32 on GPUs that have it, else fp32)",
+    )
+    group.add_argument(
+        "--seed",
+        type=number(int, 0),
+        default=42,
+        metavar="N",
+        help="of everything random; the same seed gives the same run (default: %(default)s)",
+    )
+
+
+def choose_device(name: str, precision: str) -> tuple["Device", str, str]:
+    """Device, precision and the processor's name for the values of --device and --precision.
+
+    Prints one line on stderr if `auto` finds no GPU. Raises UserError for what this machine cannot
+    do.
+    """
+    from numbagpt.device import select_device
+
+    device, problem = select_device(name)
+    if problem:
+        print(f"the CPU is used: {problem}", file=sys.stderr)
+    if device.name != "cuda":
+        if precision == "tf32":
+            raise UserError(
+                f"--precision tf32 needs a GPU; --device {device.name} computes in fp32"
+            )
+        return device, "fp32", device.name
+    from numbagpt.gpu import runtime
+
+    gpu = runtime.gpu_info()
+    has_tf32 = gpu.compute_capability >= (8, 0)
+    if precision == "tf32" and not has_tf32:
+        capability = ".".join(map(str, gpu.compute_capability))
+        raise UserError(
+            f"--precision tf32 needs compute capability 8.0; {gpu.name} has {capability}; use fp32"
+        )
+    if precision == "auto":
+        precision = "tf32" if has_tf32 else "fp32"
+    return device, precision, gpu.name
+
+
+@contextlib.contextmanager
+def output_folder(path: str) -> Iterator[None]:
+    """Make the folder, prove it writable, and remove it again if nothing came to be in it.
+
+    Raises UserError if it cannot be made or written to.
+    """
+    from numbagpt.files import check_writable_folder
+
+    existed = os.path.exists(path)
+    check_writable_folder(path)
+    try:
+        yield
+    finally:
+        if not existed:
+            with contextlib.suppress(OSError):  # it is not empty
+                os.rmdir(path)
+
+
+class Interrupt:
+    """While it is entered, Ctrl-C only sets `requested`; a second Ctrl-C stops at once."""
+
+    def __init__(self) -> None:
+        self.requested = False
+
+    def __enter__(self) -> "Interrupt":
+        self._before = signal.signal(signal.SIGINT, self._note)
+        return self
+
+    def _note(self, *_: object) -> None:
+        self.requested = True
+        signal.signal(signal.SIGINT, self._before)
+
+    def __exit__(self, *_: object) -> None:
+        signal.signal(signal.SIGINT, self._before)
+
+
+def run_program(program: Callable[[], int]) -> int:
+    """Call the program and return its exit status; what a user can cause is printed as one line."""
+    # A pipe gets each line as it comes, and a console a question mark for a character it lacks.
+    sys.stdout.reconfigure(line_buffering=True, errors="replace")
+    try:
+        return program()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read our output has gone (`| head`). Python flushes once more at exit: to nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1

@@ -1,0 +1,122 @@
+"""Write text with a GPT-2.
+
+python sample.py                                  the newest checkpoint of python train.py
+python sample.py --checkpoint gpt2/ --prompt "In a shocking finding," --top_k 50
+"""
+
+import argparse
+import os
+import sys
+from typing import TYPE_CHECKING
+
+from numbagpt import cli
+from numbagpt.errors import UserError
+
+# The rest is imported where it is used: it loads Numba, which takes a second.
+if TYPE_CHECKING:
+    from numbagpt.gpt2 import GPT2
+
+
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    """The flags."""
+    parser = cli.Parser(__doc__)
+    count = cli.number(int, 1)
+    group = parser.add_argument_group("what is written")
+    group.add_argument(
+        "--checkpoint",
+        default=cli.DEFAULT_OUTPUT_DIR,
+        metavar="PATH",
+        help="a model .bin, a run's output folder (its last checkpoint) or a Hugging Face folder "
+        "(default: %(default)s)",
+    )
+    group.add_argument(
+        "--prompt", default="", help="text to go on from (default: none, the beginning of a text)"
+    )
+    group.add_argument(
+        "--max_new_tokens",
+        type=count,
+        default=256,
+        metavar="N",
+        help="stop there, if the text does not end before (default: %(default)s)",
+    )
+    group.add_argument(
+        "--num_samples", type=count, default=1, metavar="N", help="texts (default: %(default)s)"
+    )
+    group = parser.add_argument_group("how tokens are chosen")
+    group.add_argument(
+        "--temperature",
+        type=float,
+        default=0.8,
+        metavar="X",
+        help="1: as the model predicts; less: safer; 0: always the most probable "
+        "(default: %(default)s)",
+    )
+    group.add_argument(
+        "--top_k", type=int, metavar="N", help="only the N most probable tokens (default: all)"
+    )
+    group.add_argument(
+        "--top_p",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="only the most probable tokens that together reach X (default: %(default)s, all)",
+    )
+    cli.add_device_flags(parser)
+    return parser.parse_args(argv)
+
+
+def load(options: argparse.Namespace) -> "GPT2":
+    """The model that --checkpoint names, on the device."""
+    device, precision, _ = cli.choose_device(options.device, options.precision)
+
+    from numbagpt.checkpoint import load_model
+    from numbagpt.gpt2 import GPT2
+
+    config, parameters = load_model(options.checkpoint)
+    model = GPT2(config, device, 1, config.max_seq_len, precision, training=False)
+    model.load_parameters(parameters)
+    return model
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Sample as the command line says; returns the exit status."""
+    options = parse_arguments(argv)
+
+    import numpy as np
+
+    from numbagpt import sampling, tokenizer
+
+    sampling.check_sampling(options.temperature, options.top_k, options.top_p)
+    if not os.path.exists(options.checkpoint):
+        raise UserError(
+            f"--checkpoint {options.checkpoint}: there is no such file or folder; "
+            "python train.py makes one"
+        )
+    model = load(options)
+    prompt = tokenizer.encode(options.prompt)
+    if len(prompt) > model.T:
+        print(
+            f"the prompt has {len(prompt)} tokens; its last {model.T} fit the model's context",
+            file=sys.stderr,
+        )
+        prompt = prompt[-model.T :]
+    for i in range(options.num_samples):
+        rng = np.random.default_rng([options.seed, i])
+        pieces = sampling.stream_text(
+            model,
+            prompt,
+            options.max_new_tokens,
+            rng,
+            temperature=options.temperature,
+            top_k=options.top_k,
+            top_p=options.top_p,
+        )
+        print(options.prompt, end="", flush=True)
+        for piece in pieces:
+            print(piece, end="", flush=True)
+        print("\n---" if options.num_samples > 1 else "")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(cli.run_program(main))
