@@ -1,4 +1,4 @@
-"""How fast a step was: tokens per second, model FLOPs utilisation, time left.
+"""What is said of each step: loss, gradient norm, tokens per second, MFU, time left.
 
 MFU is the share of the GPU's peak that the model's own arithmetic uses (Chowdhery et al., 2022,
 arXiv:2204.02311, appendix B). The arithmetic is counted as llm.c counts it:
@@ -11,8 +11,13 @@ attention: QKᵀ and att·V are 2·2·C·T forward and twice that backward, halv
 T×T scores are masked. nanoGPT does not halve it and prints a higher number.
 """
 
+import math
 import re
+import time
+from pathlib import Path
 from typing import NamedTuple
+
+from numbagpt.errors import UserError
 
 
 class Peaks(NamedTuple):
@@ -108,3 +113,65 @@ def format_duration(seconds: float) -> str:
         return f"{hours}h{minutes:02d}m"
     days, hours = divmod(hours, 24)
     return f"{days}d{hours:02d}h"
+
+
+class Progress:
+    """Prints one line for each step as its result comes in, and stops a run that went astray.
+
+    num_iterations     steps in all
+    tokens_per_step    of all batches of a step
+    flops_per_token    see flops_per_token()
+    peak               of the processor in FLOP/s, None if unknown
+
+    steps              how many were reported
+    last_checkpoint    what was written last, for the message of a run that is stopped
+
+    The time of a step runs from the result before it to its own: what the host waits for counts.
+    """
+
+    def __init__(
+        self, num_iterations: int, tokens_per_step: int, flops_per_token: int, peak: float | None
+    ) -> None:
+        self.steps = 0
+        self.last_checkpoint: Path | None = None
+        self._num_iterations = num_iterations
+        self._tokens, self._flops, self._peak = tokens_per_step, flops_per_token, peak
+        self._average: float | None = None
+        self.restart_clock()
+
+    def restart_clock(self) -> None:
+        """Leave out the time since the last result: it went into something other than a step."""
+        self._clock = time.perf_counter()
+
+    def report(self, loss: float, grad_norm: float, learning_rate: float) -> None:
+        """Print the next step's line. Raises UserError if loss or norm is not finite."""
+        now = time.perf_counter()
+        seconds, self._clock = now - self._clock, now
+        self.steps += 1
+        self.check_finite("loss", loss)
+        self.check_finite("gradient norm", grad_norm)
+        parts = [
+            f"step {self.steps:{len(str(self._num_iterations))}}/{self._num_iterations}",
+            f"loss {loss:.4f}",
+            f"norm {grad_norm:.3f}",
+            f"lr {learning_rate:.2e}",
+            f"{1000 * seconds:.1f} ms",
+            f"{self._tokens / seconds:,.0f} tok/s",
+            format_mfu(self._tokens * self._flops / seconds, self._peak),
+        ]
+        # The first step compiles the kernels: its time says nothing about the others'.
+        if self.steps > 1:
+            past = seconds if self._average is None else self._average
+            self._average = 0.9 * past + 0.1 * seconds
+            left = (self._num_iterations - self.steps) * self._average
+            parts.append(f"{format_duration(left)} left")
+        print(" | ".join(parts))
+
+    def check_finite(self, name: str, value: float) -> None:
+        """Raise UserError, naming the step and what was saved, if the value is not finite."""
+        if not math.isfinite(value):
+            raise UserError(
+                f"the {name} of step {self.steps} is {value}; the last good checkpoint is "
+                f"{self.last_checkpoint or 'none, for none was written'}; "
+                "lower --learning_rate or lengthen --warmup_iters"
+            )

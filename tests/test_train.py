@@ -1,0 +1,337 @@
+"""train.py end to end: what it learns, prints and writes."""
+
+import math
+import re
+import signal
+import subprocess
+
+import numpy as np
+import pytest
+from programs import FULL_VOCAB, SMALL_VOCAB, command, make_model_file, make_shard, run
+
+import train
+from numbagpt import metrics
+from numbagpt.checkpoint import read_model
+from numbagpt.config import PRESETS
+from numbagpt.errors import UserError
+from numbagpt.schedule import learning_rate_at
+
+
+class Reports:
+    """The steps that the training loop reported, to the last bit."""
+
+    def __init__(self) -> None:
+        self.losses, self.norms, self.learning_rates = [], [], []
+
+
+@pytest.fixture
+def reports(monkeypatch):
+    """What the progress report was given since the test started."""
+    seen = Reports()
+    report = metrics.Progress.report
+
+    def record(self, loss, grad_norm, learning_rate):
+        seen.losses.append(loss)
+        seen.norms.append(grad_norm)
+        seen.learning_rates.append(learning_rate)
+        report(self, loss, grad_norm, learning_rate)
+
+    monkeypatch.setattr(metrics.Progress, "report", record)
+    return seen
+
+
+@pytest.fixture
+def flags(tmp_path):
+    """Command line of a tiny run; flags given later override these."""
+    model = make_model_file(tmp_path / "tiny.bin", SMALL_VOCAB)
+    data = make_shard(tmp_path / "train.bin", 2000, SMALL_VOCAB.vocab_size)
+
+    def arguments(**changes):
+        settings = {
+            "model": model,
+            "input_bin": data,
+            "output_dir": tmp_path / "run",
+            "device": "cpu",
+            "batch_size": 2,
+            "sequence_length": 8,
+            "num_iterations": 4,
+        }
+        settings |= changes
+        return [str(part) for name, value in settings.items() for part in (f"--{name}", value)]
+
+    return arguments
+
+
+def checkpoints(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_overfitting_one_batch_drives_the_loss_to_zero(flags, reports):
+    settings = flags(num_iterations=200, learning_rate=0.03, weight_decay=0)
+    assert train.main([*settings, "--overfit_single_batch"]) == 0
+    assert len(reports.losses) == 200
+    assert reports.losses[0] == pytest.approx(math.log(SMALL_VOCAB.vocab_size), abs=0.1)
+    assert reports.losses[-1] < 0.1
+
+
+def test_without_the_flag_the_batches_differ(flags, reports):
+    # The learning rate is too low to change anything: only other tokens give other losses.
+    train.main(flags(learning_rate=1e-12))
+    assert len(set(reports.losses)) == 4
+
+
+def test_one_seed_gives_bit_identical_runs(flags, reports, tmp_path, monkeypatch):
+    monkeypatch.setitem(PRESETS, "tiny", SMALL_VOCAB)
+    for folder, seed in [("a", 7), ("b", 7), ("c", 8)]:
+        train.main(flags(model="tiny", seed=seed, output_dir=tmp_path / folder))
+    a, b, c = (reports.losses[i : i + 4] for i in (0, 4, 8))
+    assert a == b
+    assert a != c
+    name = "model_00000004.bin"
+    assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+
+
+def test_accumulated_batches_equal_one_large_batch(flags, reports, tmp_path):
+    large = tmp_path / "large"
+    small = tmp_path / "small"
+    train.main(flags(batch_size=8, output_dir=large))
+    train.main(flags(batch_size=2, total_batch_size=64, output_dir=small))
+    np.testing.assert_allclose(reports.losses[4:], reports.losses[:4], rtol=1e-6)
+    np.testing.assert_allclose(reports.norms[4:], reports.norms[:4], rtol=1e-5)
+    # Another batch size without accumulation is another run: the comparison can fail.
+    train.main(flags(batch_size=2))
+    assert abs(reports.losses[8] - reports.losses[0]) > 1e-3
+
+
+def test_the_learning_rate_follows_the_schedule_and_moves_the_weights(flags, reports, tmp_path):
+    train.main(
+        flags(num_iterations=5, learning_rate=0.01, warmup_iters=2, learning_rate_decay_frac=0.5)
+    )
+    assert reports.learning_rates == [learning_rate_at(s, 0.01, 2, 5, 0.5) for s in range(5)]
+    _, before = read_model(tmp_path / "tiny.bin")
+    _, after = read_model(tmp_path / "run" / "model_00000005.bin")
+    for name, array in before.items():
+        assert np.isfinite(after[name]).all()
+        assert not np.array_equal(array, after[name]), f"{name} did not move"
+        # AdamW moves a weight by about the learning rate a step.
+        assert np.abs(array - after[name]).max() < 5 * 0.02
+
+
+def test_validation_loss_of_a_uniform_model_is_log_v(flags, tmp_path, capsys):
+    model = make_model_file(tmp_path / "zero.bin", SMALL_VOCAB, scale=0)
+    val = make_shard(tmp_path / "val.bin", 100, SMALL_VOCAB.vocab_size)
+    train.main(
+        flags(
+            model=model, input_val_bin=val, val_loss_every=2, val_max_steps=3, learning_rate=1e-12
+        )
+    )
+    found = re.findall(r"validation loss after step (\d+): (\S+)", capsys.readouterr().out)
+    assert found == [(step, f"{math.log(60):.4f}") for step in ("0", "2", "4")]
+
+
+def test_validation_uses_the_same_batches_each_time_and_val_max_steps_of_them(
+    flags, tmp_path, capsys
+):
+    val = make_shard(tmp_path / "val.bin", 16 * 3 + 1, SMALL_VOCAB.vocab_size)
+
+    def losses(max_steps):
+        train.main(
+            flags(
+                input_val_bin=val,
+                val_loss_every=1,
+                val_max_steps=max_steps,
+                learning_rate=1e-12,
+                num_iterations=2,
+            )
+        )
+        return re.findall(r"validation loss after step \d: (\S+)", capsys.readouterr().out)
+
+    one, three, more = losses(1), losses(3), losses(50)
+    assert len(one) == len(three) == 3
+    assert len(set(one)) == len(set(three)) == 1
+    assert one[0] != three[0]
+    assert three == more
+
+
+def test_checkpoints_are_written_in_between_and_at_the_end(flags, tmp_path):
+    train.main(flags(num_iterations=5, checkpoint_every=2))
+    assert checkpoints(tmp_path / "run") == [f"model_0000000{step}.bin" for step in (2, 4, 5)]
+
+
+def test_a_run_goes_on_from_an_output_folder(flags, reports, tmp_path):
+    settings = flags(num_iterations=60, learning_rate=0.03)
+    train.main([*settings, "--overfit_single_batch"])
+    settings = flags(model=tmp_path / "run", num_iterations=1)
+    train.main([*settings, "--overfit_single_batch"])
+    assert reports.losses[60] < reports.losses[59] + 0.05 < reports.losses[0] / 2
+
+
+def test_what_is_printed(flags, tmp_path, capsys):
+    model = make_model_file(tmp_path / "full.bin", FULL_VOCAB)
+    train.main(
+        flags(model=model, num_iterations=4, total_batch_size=32, sample_every=3, warmup_iters=2)
+    )
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert "B=2 x T=8 x 2 = 32 tokens a step" in out
+    assert out.index("memory for B=2, T=8") < out.index("step 1/4")
+    number = r"[\d,.]+"
+    lines = re.findall(
+        rf"^step (\d)/4 \| loss {number} \| norm {number} \| lr (\S+) \| {number} ms"
+        rf" \| {number} tok/s \| MFU n/a(?: \| \d+s left)?$",
+        out,
+        re.MULTILINE,
+    )
+    assert [step for step, _ in lines] == ["1", "2", "3", "4"]
+    assert lines[0][1] == "1.50e-04"
+    assert re.findall(r"--- sample after step (\d)\n", out) == ["3", "4"]
+    last = tmp_path / "run" / "model_00000004.bin"
+    assert out.endswith(f"wrote {last}\nsample from it: python sample.py --checkpoint {last}\n")
+
+
+def test_a_sample_in_between_does_not_change_the_run(flags, reports, tmp_path):
+    model = make_model_file(tmp_path / "full.bin", FULL_VOCAB)
+    train.main(flags(model=model, sample_every=0))
+    train.main(flags(model=model, sample_every=1, val_loss_every=1))
+    assert reports.losses[:4] == reports.losses[4:]
+
+
+def test_no_sample_without_gpt2s_vocabulary(flags, capsys):
+    assert train.main(flags()) == 0
+    assert "no sample: the model knows 60 tokens" in capsys.readouterr().out
+
+
+def test_weights_that_are_not_finite_stop_the_run(flags, tmp_path):
+    model = make_model_file(tmp_path / "nan.bin", SMALL_VOCAB, scale=math.nan)
+    with pytest.raises(UserError, match=r"the loss of step 1 is nan.*none was written"):
+        train.main(flags(model=model))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_that_blows_up_stops_and_names_the_last_checkpoint(flags, tmp_path):
+    # The first step is taken with a tiny learning rate, the second makes the weights overflow.
+    with pytest.raises(UserError) as error:
+        train.main(
+            flags(
+                num_iterations=100,
+                learning_rate=1e38,
+                warmup_iters=10**38,
+                checkpoint_every=1,
+            )
+        )
+    last = checkpoints(tmp_path / "run")[-1]
+    assert re.match(rf"the .* of step \d+ is (nan|inf); .*{last}", str(error.value))
+
+
+def test_ctrl_c_finishes_the_step_and_writes_a_checkpoint(flags, tmp_path):
+    with subprocess.Popen(
+        command("train.py", *flags(num_iterations=10**6)),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        for line in process.stdout:
+            if "step       3/" in line:
+                process.send_signal(signal.SIGINT)
+                break
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert err == ""
+    wrote, interrupted = out.splitlines()[-2:]
+    steps = int(re.fullmatch(r"interrupted after step (\d+)", interrupted)[1])
+    assert steps >= 3
+    assert checkpoints(tmp_path / "run") == [f"model_{steps:08d}.bin"]
+    assert wrote == f"wrote {tmp_path / 'run' / f'model_{steps:08d}.bin'}"
+    _, parameters = read_model(tmp_path / "run" / f"model_{steps:08d}.bin")
+    assert all(np.isfinite(array).all() for array in parameters.values())
+
+
+def defaults(config, model, on_gpu, **given):
+    names = "sequence_length batch_size total_batch_size num_iterations learning_rate warmup_iters"
+    settings = dict.fromkeys([*names.split(), "input_val_bin"]) | given
+    options = train.argparse.Namespace(model=model, input_bin="data.bin", **settings)
+    train.fill_in_defaults(options, config, on_gpu)
+    return options
+
+
+def test_defaults_fit_model_and_device():
+    gpu = defaults(PRESETS["d12"], "d12", True)
+    assert (gpu.batch_size, gpu.sequence_length, gpu.total_batch_size) == (4, 1024, 4096)
+    nano = defaults(PRESETS["nano"], "nano", True)
+    assert (nano.batch_size, nano.sequence_length) == (32, 128)
+    cpu = defaults(PRESETS["nano"], "nano", False, num_iterations=40)
+    assert (cpu.batch_size, cpu.sequence_length, cpu.warmup_iters) == (8, 64, 2)
+    assert cpu.input_val_bin is None
+
+
+def test_given_flags_are_kept_and_the_others_follow():
+    options = defaults(PRESETS["d12"], "d12", True, sequence_length=37, warmup_iters=0)
+    assert (options.sequence_length, options.batch_size) == (37, 110)
+    assert (options.total_batch_size, options.warmup_iters) == (4070, 0)
+
+
+@pytest.mark.parametrize(
+    ("total", "nearest"),
+    [(1, "512"), (511, "512"), (513, "512 or 1024"), (1535, "1024 or 1536"), (10**9, None)],
+)
+def test_total_batch_size_proposes_the_nearest(total, nearest):
+    if nearest is None:
+        train.check_total_batch_size(512 * 10**9, 8, 64)
+        return
+    with pytest.raises(UserError, match=rf"{total} is no multiple .* = 512; use {nearest}$"):
+        train.check_total_batch_size(total, 8, 64)
+
+
+BAD_FLAGS = {
+    "--batch_size": ["0", "-1", "x", "1.5", "nan"],
+    "--learning_rate": ["0", "-1e-3", "nan", "inf", "fast"],
+    "--learning_rate_decay_frac": ["1.1", "-0.1"],
+    "--weight_decay": ["-1", "nan"],
+    "--beta2": ["1", "-0.5"],
+    "--seed": ["-1", "1.5"],
+    "--device": ["gpu"],
+    "--precision": ["fp16"],
+    "--batch": ["4"],  # an abbreviation
+}
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"), [(flag, value) for flag, values in BAD_FLAGS.items() for value in values]
+)
+def test_a_flag_that_makes_no_sense_is_one_line(flag, value, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        train.main([flag, value])
+    assert exit_.value.code == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert re.fullmatch(rf"error: .*{re.escape(flag)}.*\n", err)
+
+
+def test_help_states_every_flag_and_its_default(capsys):
+    with pytest.raises(SystemExit) as exit_:
+        train.main(["--help"])
+    assert exit_.value.code == 0
+    text = capsys.readouterr().out
+    listed = re.findall(r"^  (--\w+)", text, re.MULTILINE)
+    names = "input_bin input_val_bin output_dir model batch_size sequence_length total_batch_size"
+    names += " num_iterations learning_rate warmup_iters learning_rate_decay_frac weight_decay"
+    names += " grad_clip val_loss_every val_max_steps sample_every overfit_single_batch device"
+    names += " precision seed beta1 beta2 eps checkpoint_every"
+    assert sorted(listed) == sorted(f"--{name}" for name in names.split())
+    assert text.count("(default:") >= len(listed) - 1  # all but the switch
+
+
+@pytest.mark.slow
+def test_with_no_flags_the_programs_do_something_worth_seeing(tmp_path):
+    trained = run("train.py", cwd=tmp_path)
+    assert trained.returncode == 0, trained.stderr
+    first, *_, last = re.findall(r"validation loss after step \d+: (\S+)", trained.stdout)
+    assert 10.5 < float(first) < 11.2
+    assert float(last) < 6.8
+    assert "--- sample" in trained.stdout
+    assert len(trained.stderr.splitlines()) == 1  # that there is no GPU
+    config, _ = read_model(tmp_path / "out" / trained.stdout.split()[-1].split("/")[-1])
+    assert config == PRESETS["nano"]
+    sampled = run("sample.py", "--max_new_tokens", 20, cwd=tmp_path)
+    assert sampled.returncode == 0, sampled.stderr
+    assert len(sampled.stdout.split()) > 3

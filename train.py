@@ -1,0 +1,312 @@
+"""Train a GPT-2 on one GPU, or a small one on a CPU.
+
+    python train.py                       the nano model on the built-in corpus
+    python train.py --model d12 --input_bin 'data/*_train_*.bin' --input_val_bin 'data/*_val_*.bin'
+    python train.py --model MODEL         go on from the weights of a .bin, of a run's output folder
+                                          or of a Hugging Face folder
+
+The flags carry the names of llm.c's trainer. python -m numbagpt.data makes the .bin shards.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from numbagpt import cli, metrics
+from numbagpt.config import PRESETS, GPT2Config
+from numbagpt.errors import UserError
+from numbagpt.schedule import learning_rate_at
+
+# Modules that load Numba are imported where they are used: that takes a second, and neither --help
+# nor a mistyped flag should wait for it.
+if TYPE_CHECKING:
+    from numbagpt.loader import Prefetcher, TokenLoader
+    from numbagpt.training import Trainer
+
+SAMPLE_TOKENS = 64
+
+
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    """The flags; None where the default depends on model and device (see fill_in_defaults)."""
+    parser = cli.Parser(__doc__)
+    count, from_zero, fraction = cli.number(int, 1), cli.number(int, 0), cli.number(float, 0, 1)
+    positive, not_negative = cli.number(float, 0, above=True), cli.number(float, 0)
+    beta = cli.number(float, 0, 0.999999)
+
+    def flag(name: str, kind: Callable, default: object, text: str) -> None:
+        if default is not None:
+            text += " (default: %(default)s)"
+        metavar = {str: "PATH", count: "N", from_zero: "N"}.get(kind, "X")
+        group.add_argument(name, type=kind, default=default, help=text, metavar=metavar)
+
+    group = parser.add_argument_group("data and model")
+    flag("--input_bin", str, None, "shards to train on, a glob pattern (default: built-in corpus)")
+    flag("--input_val_bin", str, None, "shards to validate on (default: the corpus's, or none)")
+    flag("--output_dir", str, cli.DEFAULT_OUTPUT_DIR, "where model_<step>.bin is written")
+    flag("--model", str, "nano", f"{', '.join(PRESETS)} (random weights), a .bin or a folder")
+    group = parser.add_argument_group("batch")
+    flag("--batch_size", count, None, "B (default: what makes 4096 tokens on a GPU, 512 elsewhere)")
+    flag("--sequence_length", count, None, "T (default: 1024 on a GPU, 64 elsewhere, or less)")
+    flag("--total_batch_size", count, None, "tokens a step, a multiple of B*T (default: B*T)")
+    group.add_argument(
+        "--overfit_single_batch", action="store_true", help="train on the first batch only"
+    )
+    group = parser.add_argument_group("optimization")
+    flag("--num_iterations", count, None, "steps (default: 1000 on a GPU, 200 elsewhere)")
+    flag("--learning_rate", positive, None, "the highest (default: 1e-3 for nano, else 3e-4)")
+    flag("--warmup_iters", from_zero, None, "steps of warm-up (default: 5%% of all steps)")
+    flag("--learning_rate_decay_frac", fraction, 0.1, "last learning rate as part of the highest")
+    flag("--weight_decay", not_negative, 0.1, "of matrices and embeddings")
+    flag("--grad_clip", not_negative, 1.0, "largest norm of the gradients; 0 clips nothing")
+    flag("--beta1", beta, 0.9, "AdamW's memory of the gradient")
+    flag("--beta2", beta, 0.95, "AdamW's memory of its square")
+    flag("--eps", positive, 1e-8, "AdamW's epsilon")
+    group = parser.add_argument_group("every N steps and at the end; 0: only at the end")
+    flag("--val_loss_every", from_zero, 100, "print the validation loss")
+    flag("--val_max_steps", count, 20, "batches of a validation")
+    flag("--sample_every", from_zero, 0, "print a sample")
+    flag("--checkpoint_every", from_zero, 0, "write a checkpoint")
+    cli.add_device_flags(parser)
+    return parser.parse_args(argv)
+
+
+def find_model(model: str, seed: int) -> tuple[GPT2Config, Callable[[], dict[str, np.ndarray]]]:
+    """The model that --model names: its shape, and what gives its weights."""
+    if model in PRESETS:
+        from numbagpt.init import random_parameters
+
+        return PRESETS[model], lambda: random_parameters(PRESETS[model], seed)
+    if not os.path.exists(model):
+        raise UserError(
+            f"--model {model}: no such file or folder, and no preset; expected a model .bin, a "
+            f"Hugging Face folder, a run's output folder or one of {', '.join(PRESETS)}"
+        )
+    from numbagpt.checkpoint import load_model
+
+    config, parameters = load_model(model)
+    return config, lambda: parameters
+
+
+def fill_in_defaults(options: argparse.Namespace, config: GPT2Config, on_gpu: bool) -> None:
+    """Set what depends on model and device, and check what depends on other flags."""
+
+    def default(name: str, value: object) -> None:
+        if getattr(options, name) is None:
+            setattr(options, name, value)
+
+    default("sequence_length", min(config.max_seq_len, 1024 if on_gpu else 64))
+    T = options.sequence_length
+    if T > config.max_seq_len:
+        raise UserError(
+            f"--sequence_length {T} is longer than the model's longest context; "
+            f"expected at most {config.max_seq_len}"
+        )
+    default("batch_size", max(1, (4096 if on_gpu else 512) // T))
+    default("total_batch_size", options.batch_size * T)
+    check_total_batch_size(options.total_batch_size, options.batch_size, T)
+    default("num_iterations", 1000 if on_gpu else 200)
+    default("learning_rate", 1e-3 if options.model == "nano" else 3e-4)
+    default("warmup_iters", options.num_iterations // 20)
+    if options.input_bin is None:
+        from numbagpt.corpus import default_corpus
+
+        options.input_bin, corpus_val_bin = map(str, default_corpus())
+        default("input_val_bin", corpus_val_bin)
+
+
+def check_total_batch_size(total: int, B: int, T: int) -> None:
+    """Raise UserError, proposing the nearest valid values, unless total is a multiple of B*T."""
+    below = total // (B * T) * B * T
+    if total != below:
+        nearest = f"{below} or {below + B * T}" if below else f"{B * T}"
+        raise UserError(
+            f"--total_batch_size {total} is no multiple of B*T = {B}*{T} = {B * T}; use {nearest}"
+        )
+
+
+def accumulation_steps(options: argparse.Namespace) -> int:
+    """Batches of B*T tokens whose gradients add up to one step."""
+    return options.total_batch_size // (options.batch_size * options.sequence_length)
+
+
+def summary(
+    options: argparse.Namespace,
+    config: GPT2Config,
+    processor: str,
+    loader: "TokenLoader",
+    val_loader: "TokenLoader | None",
+) -> str:
+    """What is going to happen, for people to check before it takes hours."""
+    from numbagpt.memory import memory_plan, num_parameters
+
+    o, c, B, T = options, config, options.batch_size, options.sequence_length
+    epochs = o.num_iterations * o.total_batch_size / loader.num_tokens
+    validation = f"{o.input_val_bin}: {val_loader.num_tokens:,} tokens" if val_loader else "none"
+    return f"""\
+device      {processor}, {o.precision}
+model       {o.model}: L={c.num_layers} NH={c.num_heads} C={c.channels} V={c.vocab_size}, \
+{num_parameters(c) / 1e6:,.1f}M parameters
+data        {o.input_bin}: {loader.num_tokens:,} tokens, {len(loader.paths)} shard(s)
+validation  {validation}
+batch       B={B} x T={T} x {accumulation_steps(o)} = {o.total_batch_size:,} tokens a step
+steps       {o.num_iterations:,}, {epochs:.2f} epochs
+AdamW       learning rate {o.learning_rate:g}, warm-up {o.warmup_iters} steps, then down to \
+{o.learning_rate * o.learning_rate_decay_frac:g}; weight decay {o.weight_decay:g}
+seed        {o.seed}
+{memory_plan(config, B, T)}"""
+
+
+class Run:
+    """A training run: its steps, and what is done between them."""
+
+    def __init__(
+        self,
+        trainer: "Trainer",
+        batches: "Prefetcher",
+        val_loader: "TokenLoader | None",
+        progress: metrics.Progress,
+        options: argparse.Namespace,
+    ) -> None:
+        self.trainer, self.model, self.options = trainer, trainer.model, options
+        self.batches, self.val_loader, self.progress = batches, val_loader, progress
+        self.accumulation_steps = accumulation_steps(options)
+        self.only_batch = batches.next_batch() if options.overfit_single_batch else None
+
+    def train(self) -> int:
+        """All steps; returns the exit status.
+
+        On a GPU a step is only queued, and while it runs the result of the one before is read.
+        """
+        in_flight = 1 if self.model.device.name == "cuda" else 0
+        # NumPy need not warn of an overflow: report() stops a run that went astray, in one line.
+        with cli.Interrupt() as interrupt, np.errstate(all="ignore"):
+            for step in range(self.options.num_iterations):
+                if interrupt.requested:
+                    self.report()
+                    self.write_checkpoint(step)
+                    print(f"interrupted after step {step}")
+                    return cli.INTERRUPTED
+                self.between_steps(step)
+                self.step(step)
+                self.report(in_flight)
+            self.between_steps(self.options.num_iterations)
+        return 0
+
+    def step(self, step: int) -> None:
+        """Queue one optimizer step."""
+        if self.only_batch is None:
+            batches = (self.batches.next_batch() for _ in range(self.accumulation_steps))
+        else:
+            batches = [self.only_batch] * self.accumulation_steps
+        self.trainer.step(batches, self.learning_rate(step))
+
+    def report(self, in_flight: int = 0) -> None:
+        """Print a line for each step that was not yet, but for the last `in_flight`."""
+        for result in self.trainer.read(in_flight):
+            learning_rate = self.learning_rate(self.progress.steps)
+            self.progress.report(result.loss, result.grad_norm, learning_rate)
+
+    def learning_rate(self, step: int) -> float:
+        o = self.options
+        return learning_rate_at(
+            step, o.learning_rate, o.warmup_iters, o.num_iterations, o.learning_rate_decay_frac
+        )
+
+    def between_steps(self, step: int) -> None:
+        """Validate, sample and write a checkpoint if it is time, that is after `step` steps."""
+
+        def is_time(every: int) -> bool:
+            return step == self.options.num_iterations or (every > 0 and step % every == 0)
+
+        tasks = []
+        if self.val_loader and is_time(self.options.val_loss_every):
+            tasks.append(self.validate)
+        if step and is_time(self.options.sample_every):
+            tasks.append(self.sample)
+        if step and is_time(self.options.checkpoint_every):
+            tasks.append(self.write_checkpoint)
+        if tasks:
+            self.report()
+            for task in tasks:
+                task(step)
+            self.progress.restart_clock()
+
+    def validate(self, step: int) -> None:
+        """Print the mean loss over the first batches of the validation data, always the same."""
+        from numbagpt.gpt2 import pack_batch
+
+        loader = self.val_loader
+        loader.reset()
+        count = min(self.options.val_max_steps, loader.num_batches)
+        loss = self.trainer.evaluate(pack_batch(*loader.next_batch()) for _ in range(count))
+        self.progress.check_finite("validation loss", loss)
+        print(f"validation loss after step {step}: {loss:.4f}")
+
+    def sample(self, step: int) -> None:
+        """Print what the model writes when it starts from nothing."""
+        from numbagpt.sampling import stream_text
+
+        rng = np.random.default_rng(self.options.seed)
+        try:
+            text = "".join(stream_text(self.model, [], SAMPLE_TOKENS, rng))
+        except UserError as error:
+            print(f"no sample: {error}")
+        else:
+            print(f"--- sample after step {step}\n{text}\n---")
+
+    def write_checkpoint(self, step: int) -> None:
+        """Write the weights as model_<step>.bin."""
+        from numbagpt.checkpoint import write_model
+
+        path = Path(self.options.output_dir) / f"model_{step:08d}.bin"
+        write_model(path, self.model.config, self.model.parameters())
+        self.progress.last_checkpoint = path
+        print(f"wrote {path}")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Train as the command line says; returns the exit status."""
+    options = parse_arguments(argv)
+    with cli.output_folder(options.output_dir):
+        device, options.precision, processor = cli.choose_device(options.device, options.precision)
+        config, make_parameters = find_model(options.model, options.seed)
+        fill_in_defaults(options, config, device.name == "cuda")
+
+        from numbagpt.gpt2 import GPT2, pack_batch
+        from numbagpt.loader import Prefetcher, TokenLoader
+        from numbagpt.memory import num_parameters
+        from numbagpt.training import Trainer
+
+        o, B, T = options, options.batch_size, options.sequence_length
+        loader = TokenLoader(o.input_bin, B, T, config.vocab_size)
+        val_loader = None
+        if o.input_val_bin:
+            val_loader = TokenLoader(o.input_val_bin, B, T, config.vocab_size)
+        print(summary(o, config, processor, loader, val_loader))
+
+        model = GPT2(config, device, B, T, o.precision)
+        model.load_parameters(make_parameters())
+        del make_parameters  # and with it the host's copy
+        trainer = Trainer(
+            model, accumulation_steps(o), o.beta1, o.beta2, o.eps, o.weight_decay, o.grad_clip
+        )
+        progress = metrics.Progress(
+            o.num_iterations,
+            o.total_batch_size,
+            metrics.flops_per_token(num_parameters(config), config.num_layers, config.channels, T),
+            metrics.peak_flops(processor, o.precision),
+        )
+        with Prefetcher(loader, pack_batch) as batches:
+            status = Run(trainer, batches, val_loader, progress, o).train()
+    if status == 0:
+        print(f"sample from it: python sample.py --checkpoint {progress.last_checkpoint}")
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(cli.run_program(main))
