@@ -108,7 +108,15 @@ def _docstrings(node: ast.AST) -> Iterator[str]:
 
 
 def _make(library: Path, train_path: Path, val_path: Path) -> None:
-    print(f"making the default corpus from Python's documentation in {train_path.parent}")
+    folder = train_path.parent
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"cannot make {folder}: {error.strerror}; set NUMBAGPT_CACHE to a folder that can be "
+            "written to"
+        ) from error
+    print(f"making the default corpus from Python's documentation in {folder}")
     seen: set[str] = set()
     documents = [
         (name, text)
@@ -126,12 +134,5 @@ def _make(library: Path, train_path: Path, val_path: Path) -> None:
     tokens = [np.append(np.uint16(END_OF_TEXT), encode_array(text)) for _, text in documents]
     train = [ids for i, ids in enumerate(tokens) if i % VAL_EVERY]
     # Two programs that do this at once write the same bytes, and each file appears whole.
-    try:
-        train_path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(
-            f"cannot make {train_path.parent}: {error.strerror}; set NUMBAGPT_CACHE to a folder "
-            "that can be written to"
-        ) from error
     write_shard(train_path, np.concatenate(train))
     write_shard(val_path, np.concatenate(tokens[::VAL_EVERY]))

@@ -78,7 +78,10 @@ def encode_array(text: str, allow_special: bool = False) -> np.ndarray:
     A lone surrogate has no UTF-8 form and is read as U+FFFD.
     """
     special = {"<|endoftext|>"} if allow_special else set()
-    text = _LONE_SURROGATE.sub("\ufffd", text)
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        text = _LONE_SURROGATE.sub("\ufffd", text)
     parts = [
         _encoding().encode_to_numpy(part, allowed_special=special, disallowed_special=())
         for part in _apart_from_long_spaces(text)
