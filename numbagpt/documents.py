@@ -1,0 +1,174 @@
+"""Documents out of text and JSON Lines files, plain or gzipped, a bounded piece at a time.
+
+A text file is one document; of JSON Lines each line is one. Text is UTF-8 and is taken as it is,
+line ends included; only a byte order mark is dropped. Empty documents are passed over.
+
+A long text comes in pieces, cut where white space follows something else. GPT-2's words always end
+there (numbagpt/tokenizer.py), so the tokens of the pieces are those of the text.
+"""
+
+import codecs
+import contextlib
+import gzip
+import json
+import os
+import re
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+from numbagpt.errors import UserError
+from numbagpt.files import file_size
+
+BLOCK_BYTES = 2**18
+# With no white space for so long, a text is cut anywhere: memory stays bounded.
+MAX_HELD = 2**24
+
+_TEXT, _JSON = {".txt"}, {".json", ".jsonl"}
+
+
+class Piece(NamedTuple):
+    """A stretch of text and whether a document begins with it."""
+
+    text: str
+    first: bool
+
+
+def find_files(inputs: list[str]) -> list[Path]:
+    """The files that inputs name; of a folder all .txt, .jsonl, .json and those with .gz, by name.
+
+    Raises UserError for an input that is not there and for a folder with none of these.
+    """
+    found = []
+    for name in inputs:
+        path = Path(name).expanduser()
+        if not path.is_dir():
+            file_size(path)
+            found.append(path)
+            continue
+        walked = (Path(folder, file) for folder, _, files in os.walk(path) for file in files)
+        known = sorted(file for file in walked if _kind(file) in _TEXT | _JSON)
+        if not known:
+            raise UserError(
+                f"{path} has no .txt, .jsonl, .txt.gz or .jsonl.gz file in it; "
+                "expected some; name files of other kinds one by one"
+            )
+        found += known
+    return found
+
+
+def is_json(path: Path) -> bool:
+    """Whether a file is read as JSON Lines: .jsonl, .json, or one of these with .gz."""
+    return _kind(path) in _JSON
+
+
+def read_pieces(
+    path: Path, text_key: str = "text", advance: Callable[[int], object] = lambda count: None
+) -> Iterator[Piece]:
+    """Yield a file's documents in pieces.
+
+    text_key   the field of a JSON line that holds the text
+    advance    told how many bytes of the file were read since it was last called
+
+    Raises UserError, naming the place, for what cannot be read: bytes that are not UTF-8, lines
+    that are not JSON or have no such field, a gzip file that is damaged.
+    """
+    try:
+        with contextlib.ExitStack() as stack:
+            file = stream = stack.enter_context(open(path, "rb"))
+            if path.suffix == ".gz":
+                stream = stack.enter_context(gzip.open(file))
+            documents = (
+                _json_pieces(stream, path, text_key)
+                if is_json(path)
+                else _text_pieces(stream, path)
+            )
+            reached = 0
+            for piece in documents:
+                advance(file.tell() - reached)
+                reached = file.tell()
+                yield piece
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise UserError(
+            f"{path} is not a whole gzip file: {error}; copy or make it again"
+        ) from error
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
+
+
+def _kind(path: Path) -> str:
+    return path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix
+
+
+def _text_pieces(stream: BinaryIO, path: Path) -> Iterator[Piece]:
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    held, first, read = "", True, 0
+    while True:
+        block = stream.read(BLOCK_BYTES)
+        unfinished = len(decoder.getstate()[0])
+        try:
+            held += decoder.decode(block, final=not block)
+        except UnicodeDecodeError as error:
+            raise _not_utf8(path, read - unfinished + error.start) from error
+        read += len(block)
+        if first:
+            held = held.removeprefix("\ufeff")
+        end = _word_end(held) if block and len(held) < MAX_HELD else len(held)
+        if end:
+            yield Piece(held[:end], first)
+            held, first = held[end:], False
+        if not block:
+            return
+
+
+def _word_end(text: str) -> int:
+    """The last place where a space or line end follows something else; 0 if there is none."""
+    backwards = re.search(r"[ \n]\S", text[::-1])
+    return len(text) - 1 - backwards.start() if backwards else 0
+
+
+def _json_pieces(stream: BinaryIO, path: Path, key: str) -> Iterator[Piece]:
+    read = 0
+    for number, line in enumerate(stream, 1):
+        try:
+            text = line.decode("utf-8").rstrip()
+        except UnicodeDecodeError as error:
+            raise _not_utf8(path, read + error.start) from error
+        read += len(line)
+        if number == 1:
+            text = text.removeprefix("\ufeff")
+        if text:
+            yield from _json_document(text, f"{path}, line {number}:", key)
+
+
+def _json_document(line: str, where: str, key: str) -> Iterator[Piece]:
+    try:
+        entry = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        place = f" at column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
+        raise UserError(
+            f"{where} invalid JSON{place} ({getattr(error, 'msg', error)}); "
+            "expected one JSON object a line"
+        ) from error
+    if not isinstance(entry, dict):
+        raise UserError(f"{where} JSON of type {type(entry).__name__}; expected an object a line")
+    if key not in entry:
+        names = ", ".join(list(entry)[:5]) or "none"
+        raise UserError(
+            f"{where} no field '{key}' among its fields ({names}); name the one with the text: "
+            "--text_key FIELD"
+        )
+    if not isinstance(entry[key], str):
+        raise UserError(
+            f"{where} field '{key}' is of type {type(entry[key]).__name__}; expected a string"
+        )
+    if entry[key]:
+        yield Piece(entry[key], first=True)
+
+
+def _not_utf8(path: Path, byte: int) -> UserError:
+    return UserError(
+        f"{path} is not UTF-8 at byte {byte:,}; expected UTF-8 text; "
+        f"convert it with: iconv -f ENCODING -t UTF-8 {path.name}"
+    )

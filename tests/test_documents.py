@@ -1,0 +1,199 @@
+"""Documents out of files: every character of them, in pieces, and every unreadable file named."""
+
+import gzip
+import json
+import random
+import re
+
+import numpy as np
+import pytest
+
+from numbagpt import documents
+from numbagpt.documents import find_files, is_json, read_pieces
+from numbagpt.errors import UserError
+from numbagpt.tokenizer import encode
+
+
+def write(path, content):
+    """Write text or bytes to a file, gzipped if its name says so."""
+    data = content.encode() if isinstance(content, str) else content
+    path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+    return path
+
+
+def read(path, key="text"):
+    """The documents of a file, joined from their pieces."""
+    found = []
+    for text, first in read_pieces(path, key):
+        if first:
+            found.append("")
+        found[-1] += text
+    return found
+
+
+def refusal(path, key="text"):
+    """What read_pieces says about a file: one line that names it."""
+    with pytest.raises(UserError) as error:
+        read(path, key)
+    message = str(error.value)
+    assert str(path) in message
+    assert "\n" not in message
+    return message
+
+
+def prose(seed, characters):
+    """Words, numbers, white space of all kinds, some of it long."""
+    rng = random.Random(seed)
+    words = [
+        "it's",
+        "naïve",
+        "中文",
+        "👍🏽",
+        "x=1;",
+        "3.14",
+        "\n",
+        "\n\n",
+        " ",
+        "   ",
+        "\t",
+        "\r\n",
+        "\xa0",
+    ]
+    text = ""
+    while len(text) < characters:
+        text += rng.choice(words) + rng.choice(["", " ", " ", "\n"])
+    return text
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+def test_a_text_file_is_one_document_as_it_is(tmp_path, suffix):
+    text = "One\r\ntwo\n\n  three\x00 <|endoftext|> \u2028\n"
+    assert read(write(tmp_path / f"a.txt{suffix}", text)) == [text]
+    assert read(write(tmp_path / f"README{suffix}", text)) == [text]
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+def test_each_json_line_is_a_document(tmp_path, suffix):
+    texts = ["one", "two\nlines", "", "é👍 \ud800", " "]
+    lines = [json.dumps({"id": 1, "text": text, "body": text * 2}) for text in texts]
+    lines.insert(2, "  ")
+    for end in ("\n", "\r\n"):
+        path = write(tmp_path / f"a.jsonl{suffix}", end.join(lines))
+        assert read(path) == [text for text in texts if text]
+        assert read(path, "body") == [text * 2 for text in texts if text]
+
+
+def test_a_byte_order_mark_is_dropped(tmp_path):
+    assert read(write(tmp_path / "a.txt", b"\xef\xbb\xbftext")) == ["text"]
+    assert read(write(tmp_path / "a.jsonl", b'\xef\xbb\xbf{"text": "x"}')) == ["x"]
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.txt.gz", "a.jsonl", "a.jsonl.gz"])
+def test_an_empty_file_has_no_documents(tmp_path, name):
+    assert read(write(tmp_path / name, "")) == []
+
+
+@pytest.mark.parametrize("block", [1, 2, 3, 64, 1000])
+def test_pieces_have_the_tokens_of_the_text(tmp_path, monkeypatch, block):
+    monkeypatch.setattr(documents, "BLOCK_BYTES", block)
+    text = prose(block, 3000)
+    pieces = list(read_pieces(write(tmp_path / "a.txt", text)))
+    assert [piece.first for piece in pieces] == [True] + [False] * (len(pieces) - 1)
+    assert len(pieces) > 1
+    assert "".join(piece.text for piece in pieces) == text
+    assert [i for piece in pieces for i in encode(piece.text)] == encode(text)
+
+
+def test_text_without_white_space_is_cut_before_memory_is_full(tmp_path, monkeypatch):
+    monkeypatch.setattr(documents, "BLOCK_BYTES", 10)
+    monkeypatch.setattr(documents, "MAX_HELD", 25)
+    pieces = list(read_pieces(write(tmp_path / "a.txt", "x" * 65)))
+    assert [len(piece.text) for piece in pieces] == [30, 30, 5]
+
+
+def test_advance_adds_up_to_the_size_of_the_file(tmp_path):
+    line = json.dumps({"text": "word " * 1000}) + "\n"
+    for name in ("a.txt", "a.txt.gz", "a.jsonl", "a.jsonl.gz"):
+        path = write(tmp_path / name, line * 200)
+        steps = []
+        assert list(read_pieces(path, "text", steps.append))
+        assert sum(steps) == path.stat().st_size
+        assert min(steps) >= 0
+
+
+@pytest.mark.parametrize("block", [4, 2**18])
+@pytest.mark.parametrize("at", [0, 3, 8, 5000])
+@pytest.mark.parametrize("name", ["a.txt", "a.txt.gz", "a.jsonl"])
+def test_bytes_that_are_not_utf8_are_placed(tmp_path, monkeypatch, name, at, block):
+    monkeypatch.setattr(documents, "BLOCK_BYTES", block)
+    line = '{"text": "é"}\n'.encode()
+    good = (line * 400)[: at // len(line) * len(line)] if name == "a.jsonl" else b"abc " * 2000
+    good = good.ljust(at, b" ")[:at]
+    # A two-byte character whose second byte is missing: the place is that of the first.
+    message = refusal(write(tmp_path / name, good + b"\xc3("))
+    assert f"not UTF-8 at byte {at:,};" in message
+    assert "iconv" in message
+    if name != "a.jsonl":
+        assert f"at byte {at:,};" in refusal(write(tmp_path / name, good + b"\xc3"))
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ('{"text": "x"', r"line 3: invalid JSON at column 13 \(.*one JSON object a line"),
+        ("plain text", "line 3: invalid JSON at column 1"),
+        ('["x"]', "line 3: JSON of type list; expected an object"),
+        (
+            '{"body": "x", "id": 1}',
+            r"line 3: no field 'text' among its fields \(body, id\); .*--text_key",
+        ),
+        ("{}", r"line 3: no field 'text' among its fields \(none\)"),
+        ('{"text": null}', "line 3: field 'text' is of type NoneType; expected a string"),
+        ('{"text": ' + "1" * 5000 + "}", r"line 3: invalid JSON \(Exceeds the limit"),
+        ('{"text": ' + "[" * 100_000, r"line 3: invalid JSON \(maximum recursion"),
+    ],
+    ids=lambda value: value[:20],
+)
+def test_a_bad_json_line_is_placed(tmp_path, line, expected):
+    path = write(tmp_path / "a.jsonl", '{"text": "fine"}\n\n' + line + "\n")
+    assert re.search(expected, refusal(path))
+
+
+def test_a_damaged_gzip_file_is_refused(tmp_path):
+    whole = gzip.compress(np.random.default_rng(0).bytes(1000).hex().encode())
+    path = tmp_path / "a.txt.gz"
+    broken = bytearray(whole)
+    broken[len(whole) // 2] ^= 0xFF
+    for content in (whole[:-20], whole[:-5], whole[:5], b"plain text", bytes(broken)):
+        path.write_bytes(content)
+        assert "is not a whole gzip file" in refusal(path)
+
+
+def test_find_files(tmp_path):
+    for name in (
+        "b/c.txt",
+        "b/a.jsonl.gz",
+        "b/d/e.txt.gz",
+        "b/f.md",
+        "b/g.bin",
+        "b/h.json",
+        "z",
+        "y.gz",
+    ):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(b"")
+    walked = ["b/a.jsonl.gz", "b/c.txt", "b/d/e.txt.gz", "b/h.json"]
+    inputs = ["z", "b", "b/f.md", "y.gz"]
+    assert find_files([str(tmp_path / name) for name in inputs]) == [
+        tmp_path / name for name in ("z", *walked, "b/f.md", "y.gz")
+    ]
+    assert [is_json(tmp_path / name) for name in walked] == [True, False, False, True]
+
+
+def test_inputs_that_are_not_there_are_refused(tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "a.bin").write_bytes(b"")
+    with pytest.raises(UserError, match=r"none\.txt: No such file"):
+        find_files([str(tmp_path / "none.txt")])
+    with pytest.raises(UserError, match=r"empty has no \.txt, "):
+        find_files([str(tmp_path / "empty")])
