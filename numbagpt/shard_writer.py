@@ -1,0 +1,121 @@
+"""Many shards written as one: all of them appear when the last is whole, or none of them."""
+
+import contextlib
+import os
+import re
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+from numbagpt.errors import UserError
+from numbagpt.shards import TOKEN, write_header
+
+
+class ShardWriter:
+    """Appends tokens to splits; a split is a row of files NAME_SPLIT_000000.bin, …000001.bin, ….
+
+    Attributes: num_tokens, {split: tokens written so far}.
+    """
+
+    def __init__(self, folder: Path, name: str, shard_tokens: int) -> None:
+        self.num_tokens: dict[str, int] = {}
+        self._folder, self._name, self._shard_tokens = folder, name, shard_tokens
+        self._files: dict[str, BinaryIO] = {}
+
+    def write(self, split: str, tokens: np.ndarray) -> None:
+        """Append token ids, (n,) uint16, to a split; a shard that is full is finished."""
+        while tokens.size:
+            written = self.num_tokens.get(split, 0)
+            index, held = divmod(written, self._shard_tokens)
+            if held == 0:
+                path = self._folder / f"{self._name}_{split}_{index:06d}.bin"
+                self._files[split] = open(path, "xb")  # noqa: SIM115  (finish or close)
+                write_header(self._files[split], 0)
+            part = tokens[: self._shard_tokens - held]
+            self._files[split].write(np.ascontiguousarray(part, TOKEN).data)
+            self.num_tokens[split] = written + part.size
+            if held + part.size == self._shard_tokens:
+                self._finish(split, self._shard_tokens)
+            tokens = tokens[part.size :]
+
+    def finish(self) -> None:
+        """Finish the shards that are not full."""
+        for split in list(self._files):
+            self._finish(split, self.num_tokens[split] % self._shard_tokens)
+
+    def close(self) -> None:
+        """Close what is open without finishing it."""
+        for file in self._files.values():
+            with contextlib.suppress(OSError):
+                file.close()
+
+    def _finish(self, split: str, held: int) -> None:
+        file = self._files[split]
+        file.seek(0)
+        write_header(file, held)
+        file.flush()
+        os.fsync(file.fileno())
+        file.close()
+        del self._files[split]
+
+
+@contextlib.contextmanager
+def open_shards(
+    folder: Path, name: str, shard_tokens: int, overwrite: bool = False
+) -> Iterator[ShardWriter]:
+    """Yield a ShardWriter whose files appear in `folder` when the block ends, all of them.
+
+    shard_tokens   tokens of a shard; the last of a split has what is left
+    overwrite      replace the shards of that name that are there, instead of refusing
+
+    The shards grow in a hidden folder inside `folder`, which is made if it is missing. If the block
+    raises, KeyboardInterrupt included, everything is as it was.
+
+    Raises UserError if shards of that name exist, the folder cannot be written, the disk is full.
+    """
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        old = _shards_named(name, folder)
+        if old and not overwrite:
+            raise UserError(
+                f"{folder} already has {old[0].name}; expected no shards of that name; "
+                "choose another with --name, or replace them with --overwrite"
+            )
+        with tempfile.TemporaryDirectory(".tmp", f".{name}.", folder) as hidden:
+            writer = ShardWriter(Path(hidden), name, shard_tokens)
+            try:
+                yield writer
+                writer.finish()
+            finally:
+                writer.close()
+            _move(sorted(Path(hidden).iterdir()), folder, old)
+    except BaseException as error:
+        for path in missing:
+            with contextlib.suppress(OSError):
+                path.rmdir()
+        if isinstance(error, OSError):
+            raise UserError(f"cannot write to folder {folder}: {error.strerror}") from error
+        raise
+
+
+def _shards_named(name: str, folder: Path) -> list[Path]:
+    ours = re.compile(re.escape(name) + r"_(train|val)_\d{6}\.bin")
+    return sorted(path for path in folder.iterdir() if ours.fullmatch(path.name))
+
+
+def _move(files: list[Path], folder: Path, old: list[Path]) -> None:
+    """Move files into the folder, over the old ones, and remove old ones that are left."""
+    new = [folder / file.name for file in files]
+    try:
+        for file, path in zip(files, new, strict=True):
+            os.replace(file, path)
+    except BaseException:
+        for path in new:
+            path.unlink(missing_ok=True)
+        raise
+    for path in set(old) - set(new):
+        path.unlink()

@@ -1,0 +1,138 @@
+"""Rows of shards: exact contents, and all of them or none."""
+
+import errno
+import os
+
+import numpy as np
+import pytest
+
+from numbagpt import shard_writer
+from numbagpt.errors import UserError
+from numbagpt.shard_writer import open_shards
+from numbagpt.shards import read_shard
+
+
+def tree(folder):
+    """Everything in a folder, hidden files too."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
+        for path in folder.rglob("*")
+    }
+
+
+def write_and_raise(folder, error, overwrite=False):
+    """Get two and a half shards far, then fail."""
+    with open_shards(folder, "set", 10, overwrite) as writer:
+        writer.write("train", np.zeros(25, np.uint16))
+        assert len(list(folder.glob(".*/set_train_*.bin"))) == 3
+        raise error("stop")
+
+
+@pytest.mark.parametrize("shard_tokens", [1, 7, 50, 99, 100, 101])
+@pytest.mark.parametrize("step", [1, 9, 100])
+def test_shards_hold_the_tokens_in_order(tmp_path, shard_tokens, step):
+    tokens = np.arange(100, dtype=np.uint16)
+    with open_shards(tmp_path, "set", shard_tokens) as writer:
+        for start in range(0, 100, step):
+            writer.write("train", tokens[start : start + step])
+            writer.write("val", 2 * tokens[start : start + step][:1])
+            writer.write("val", tokens[:0])
+    assert writer.num_tokens == {"train": 100, "val": -(-100 // step)}
+    train = [tokens[start : start + shard_tokens] for start in range(0, 100, shard_tokens)]
+    for i, expected in enumerate(train):
+        path = tmp_path / f"set_train_{i:06d}.bin"
+        np.testing.assert_array_equal(read_shard(path), expected)
+        path.unlink()
+    val = np.concatenate([read_shard(path) for path in sorted(tmp_path.glob("set_val_*.bin"))])
+    np.testing.assert_array_equal(val, 2 * tokens[::step])
+    assert not list(tmp_path.glob("*train*"))
+    assert all(path.name.startswith("set_val_") for path in tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+@pytest.mark.parametrize("folder", ["there", "a/b/c"])
+def test_an_error_leaves_everything_as_it_was(tmp_path, error, folder):
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "other_train_000000.bin").write_bytes(b"other")
+    before = tree(tmp_path)
+    with pytest.raises(error):
+        write_and_raise(tmp_path / folder, error)
+    assert tree(tmp_path) == before
+
+
+def test_shards_of_that_name_are_replaced_only_when_asked(tmp_path):
+    old = [f"set_train_{i:06d}.bin" for i in range(3)]
+    kept = [
+        "set_train_0.bin",
+        "set_test_000000.bin",
+        "reset_train_000000.bin",
+        "set_train_000000.bin~",
+    ]
+    for name in old + kept:
+        (tmp_path / name).write_bytes(b"old")
+    before = tree(tmp_path)
+    with (
+        pytest.raises(UserError, match=r"already has set_train_000000\.bin; .*--overwrite"),
+        open_shards(tmp_path, "set", 10),
+    ):
+        pytest.fail("it must be refused before the work begins")
+    assert tree(tmp_path) == before
+    with pytest.raises(ValueError, match="stop"):
+        write_and_raise(tmp_path, ValueError, overwrite=True)
+    assert tree(tmp_path) == before
+    with open_shards(tmp_path, "set", 10, overwrite=True) as writer:
+        writer.write("train", np.arange(15, dtype=np.uint16))
+    # The third shard of before would be read as a part of the new data.
+    assert sorted(tree(tmp_path)) == sorted([*old[:2], *kept])
+    assert read_shard(tmp_path / old[1]).tolist() == [10, 11, 12, 13, 14]
+
+
+def test_a_full_disk_leaves_everything_as_it_was(tmp_path, monkeypatch):
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(shard_writer.os, "fsync", full)
+    with (
+        pytest.raises(UserError, match=r"cannot write to folder .*new: No space left on device"),
+        open_shards(tmp_path / "new", "set", 10) as writer,
+    ):
+        writer.write("train", np.zeros(25, np.uint16))
+    assert tree(tmp_path) == {}
+
+
+def test_a_move_that_fails_is_undone(tmp_path, monkeypatch):
+    replace = os.replace
+
+    def fail_at_the_second(source, target):
+        if "000001" in str(target):
+            raise KeyboardInterrupt
+        replace(source, target)
+
+    monkeypatch.setattr(shard_writer.os, "replace", fail_at_the_second)
+    with pytest.raises(KeyboardInterrupt), open_shards(tmp_path / "new", "set", 10) as writer:
+        writer.write("train", np.zeros(25, np.uint16))
+    assert tree(tmp_path) == {}
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(UserError, match=r"cannot write to folder .*file: File exists"):
+        open_shards(tmp_path / "file", "set", 10).__enter__()
+    with pytest.raises(UserError, match=r"cannot write to folder .*below: Not a directory"):
+        open_shards(tmp_path / "file" / "below", "set", 10).__enter__()
+    assert tree(tmp_path) == {"file": b""}
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root writes anywhere")
+def test_a_folder_without_permission_is_named(tmp_path):
+    tmp_path.chmod(0o500)
+    with pytest.raises(UserError, match="Permission denied"):
+        open_shards(tmp_path, "set", 10).__enter__()
+
+
+def test_files_have_the_permissions_of_any_new_file(tmp_path):
+    with open_shards(tmp_path, "set", 10) as writer:
+        writer.write("train", np.zeros(1, np.uint16))
+    (tmp_path / "plain").write_bytes(b"")
+    modes = {path.stat().st_mode for path in tmp_path.iterdir()}
+    assert len(modes) == 1
