@@ -1,0 +1,164 @@
+"""AdamW: Adam with decoupled weight decay (Loshchilov and Hutter 2019, algorithm 2).
+
+At step t = 1, 2, … with gradient g, scaled by the factor that clips its norm:
+
+    m = beta1 m + (1 - beta1) g             running mean of the gradient
+    v = beta2 v + (1 - beta2) g²            and of its square
+    m_hat = m / (1 - beta1^t)               both start at zero; the divisions undo that
+    v_hat = v / (1 - beta2^t)
+    p = p - learning_rate (m_hat / (sqrt(v_hat) + eps) + weight_decay p)
+"""
+
+import math
+
+import numpy as np
+from numba import cuda, float32, int64, void
+
+from numbagpt.gpu.kernel import ceil_div, device_function, kernel
+from numbagpt.gpu.vec import MAX_WIDTH, load, store, width
+
+BLOCK = 256
+# Elements the NumPy reference updates at a time: six arrays of this many stay in the L2 cache.
+CHUNK = 1 << 15
+
+
+@device_function
+def lerp(start, end, weight):
+    """(1 - weight) start + weight end in two operations, each rounded once.
+
+    start - weight start is one fused multiply-add, adding weight end the other; written out it
+    would take three. https://developer.nvidia.com/blog/lerp-faster-cuda
+    """
+    return cuda.fma(weight, end, cuda.fma(-weight, start, start))
+
+
+@device_function
+def adamw(p, g, m, v, hyper, beta1, beta2, eps, weight_decay):
+    """p, m and v of one parameter after a step with gradient g."""
+    m = lerp(g, m, beta1)
+    v = lerp(g * g, v, beta2)
+    m_hat = m / hyper[1]
+    v_hat = v / hyper[2]
+    p -= hyper[0] * (m_hat / (math.sqrt(v_hat) + eps) + weight_decay * p)
+    return p, m, v
+
+
+@kernel(
+    void(
+        *(float32[::1],) * 6,  # params, grads, m, v, hyper, grad_scale
+        *(float32,) * 4,  # beta1, beta2, eps, weight_decay
+        int64,  # N
+    ),
+    max_threads=BLOCK,
+)
+def adamw_kernel(params, grads, m, v, hyper, grad_scale, beta1, beta2, eps, weight_decay, N):
+    """One step of AdamW on N parameters, in place.
+
+    One thread per 128-bit vector; the thread that meets the end of the arrays takes the last
+    N % width elements one by one. Moves 28 N bytes: four arrays read, three written.
+
+    What changes from step to step comes from device memory, hyper = [learning_rate, 1 - beta1^t,
+    1 - beta2^t] and the scale, so that a captured graph can be replayed.
+    """
+    p_vec = cuda.local.array(MAX_WIDTH, float32)
+    g_vec = cuda.local.array(MAX_WIDTH, float32)
+    m_vec = cuda.local.array(MAX_WIDTH, float32)
+    v_vec = cuda.local.array(MAX_WIDTH, float32)
+    scale = grad_scale[0]
+    if scale < float32(0):
+        return
+    i = cuda.grid(1) * width(params)
+    if i + width(params) <= N:
+        load(p_vec, params, i)
+        load(g_vec, grads, i)
+        load(m_vec, m, i)
+        load(v_vec, v, i)
+        for k in range(width(params)):
+            p_vec[k], m_vec[k], v_vec[k] = adamw(
+                p_vec[k],
+                g_vec[k] * scale,
+                m_vec[k],
+                v_vec[k],
+                hyper,
+                beta1,
+                beta2,
+                eps,
+                weight_decay,
+            )
+        store(params, i, p_vec)
+        store(m, i, m_vec)
+        store(v, i, v_vec)
+    else:
+        for j in range(i, N):
+            params[j], m[j], v[j] = adamw(
+                params[j], grads[j] * scale, m[j], v[j], hyper, beta1, beta2, eps, weight_decay
+            )
+
+
+def adamw_update(
+    params,
+    grads,
+    m,
+    v,
+    hyper,
+    grad_scale,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+) -> None:
+    """One step of AdamW on one tensor, in place.
+
+    params, grads, m, v  flat float32 of one length, each starting on a 16-byte boundary
+    hyper                (3,) float32: learning_rate, 1 - beta1^t, 1 - beta2^t
+    grad_scale           (1,) float32: factor of the gradient; negative: nothing changes
+    """
+    N = params.size
+    adamw_kernel[ceil_div(N, BLOCK * 4), BLOCK](
+        params, grads, m, v, hyper, grad_scale, beta1, beta2, eps, weight_decay, N
+    )
+
+
+def adamw_update_reference(
+    params: np.ndarray,
+    grads: np.ndarray,
+    m: np.ndarray,
+    v: np.ndarray,
+    hyper: np.ndarray,
+    grad_scale: np.ndarray,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+) -> None:
+    """The same with NumPy, in any float type."""
+    scale = float(grad_scale[0])
+    if scale < 0:
+        return
+    learning_rate, beta1_correction, beta2_correction = (float(h) for h in hyper)
+    scratch = np.empty((2, min(CHUNK, params.size)), params.dtype)
+    for start in range(0, params.size, CHUNK):
+        piece = slice(start, start + CHUNK)
+        p, g, m_, v_ = params[piece], grads[piece], m[piece], v[piece]
+        step, other = scratch[:, : p.size]
+
+        # m = g + beta1 (m - g), the lerp in place
+        np.multiply(g, scale, out=step)
+        m_ -= step
+        m_ *= beta1
+        m_ += step
+
+        np.multiply(step, step, out=other)
+        v_ -= other
+        v_ *= beta2
+        v_ += other
+
+        # step = learning_rate m_hat / (sqrt(v_hat) + eps)
+        np.multiply(v_, 1 / beta2_correction, out=other)
+        np.sqrt(other, out=other)
+        other += eps
+        np.multiply(m_, learning_rate / beta1_correction, out=step)
+        step /= other
+
+        p *= 1 - learning_rate * weight_decay
+        p -= step

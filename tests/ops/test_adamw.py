@@ -1,0 +1,119 @@
+"""AdamW against the algorithm as it is printed, in float64, and against PyTorch's."""
+
+import numpy as np
+import pytest
+from check import relative_error
+
+from numbagpt.ops import adamw as module
+from numbagpt.ops.adamw import adamw_update, adamw_update_reference
+
+# Less than a vector, no multiple of it, more than a block takes (1024).
+SIZES = [1, 3, 4, 5, 37, 1024, 1031]
+BETA1, BETA2, EPS, LEARNING_RATE = 0.9, 0.95, 1e-8, 0.03
+STEPS = 5
+
+
+@pytest.fixture
+def rng():
+    return np.random.default_rng(42)
+
+
+def textbook(params, gradients, weight_decay):
+    """Loshchilov and Hutter 2019, algorithm 2, in float64, line by line."""
+    p, m, v = params.astype(np.float64), np.zeros(params.size), np.zeros(params.size)
+    for t, g in enumerate(gradients.astype(np.float64), start=1):
+        m = BETA1 * m + (1 - BETA1) * g
+        v = BETA2 * v + (1 - BETA2) * g**2
+        m_hat = m / (1 - BETA1**t)
+        v_hat = v / (1 - BETA2**t)
+        p = p - LEARNING_RATE * (m_hat / (np.sqrt(v_hat) + EPS) + weight_decay * p)
+    return p, m, v
+
+
+def train(update, params, gradients, weight_decay, scale=1.0):
+    """Parameters, m and v after a step with each of the gradients."""
+    dtype = params.dtype
+    p, m, v = params.copy(), np.zeros_like(params), np.zeros_like(params)
+    for t, g in enumerate(gradients, start=1):
+        hyper = np.array([LEARNING_RATE, 1 - BETA1**t, 1 - BETA2**t], dtype)
+        grad_scale = np.array([scale], dtype)
+        update(p, g.astype(dtype), m, v, hyper, grad_scale, BETA1, BETA2, EPS, weight_decay)
+    return p, m, v
+
+
+def problem(rng, N, dtype):
+    """Parameters so small that what is added to them is not lost in their rounding."""
+    params = (0.1 * rng.standard_normal(N)).astype(dtype)
+    gradients = rng.standard_normal((STEPS, N)) * np.exp(3 * rng.standard_normal(N))
+    return params, gradients.astype(dtype)
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+@pytest.mark.parametrize("N", SIZES)
+def test_five_steps(place, rng, N, weight_decay):
+    params, gradients = problem(rng, N, np.float32)
+    p, m, v = train(lambda *a: place.run(adamw_update, *a), params, gradients, weight_decay)
+    expected_p, expected_m, expected_v = textbook(params, gradients, weight_decay)
+    assert relative_error(p - params, expected_p - params) <= 1e-5
+    assert relative_error(m, expected_m) <= 1e-5
+    assert relative_error(v, expected_v) <= 1e-5
+
+
+@pytest.mark.parametrize("N", SIZES)
+def test_reference(rng, monkeypatch, N):
+    monkeypatch.setattr(module, "CHUNK", 16)
+    params, gradients = problem(rng, N, np.float64)
+    results = train(adamw_update_reference, params, gradients, 0.1)
+    for result, expected in zip(results, textbook(params, gradients, 0.1), strict=True):
+        assert relative_error(result, expected) <= 1e-12
+
+
+def test_reference_keeps_float32(rng):
+    params, gradients = problem(rng, 37, np.float32)
+    p, m, v = train(adamw_update_reference, params, gradients, 0.1)
+    expected_p, expected_m, expected_v = textbook(params, gradients, 0.1)
+    assert p.dtype == m.dtype == v.dtype == np.float32
+    assert relative_error(p - params, expected_p - params) <= 1e-5
+    assert relative_error(m, expected_m) <= 1e-5
+    assert relative_error(v, expected_v) <= 1e-5
+
+
+def test_against_pytorch(rng):
+    torch = pytest.importorskip("torch")
+    params, gradients = problem(rng, 37, np.float64)
+    p = torch.nn.Parameter(torch.from_numpy(params.copy()))
+    optimizer = torch.optim.AdamW(
+        [p], lr=LEARNING_RATE, betas=(BETA1, BETA2), eps=EPS, weight_decay=0.1
+    )
+    for g in gradients:
+        p.grad = torch.from_numpy(g.copy())
+        optimizer.step()
+    result, _, _ = train(adamw_update_reference, params, gradients, 0.1)
+    assert relative_error(result, p.detach().numpy()) <= 1e-12
+
+
+def test_gradient_is_scaled(place, rng):
+    # A power of two, so that scaling is exact.
+    params, gradients = problem(rng, 37, np.float32)
+
+    def launch(*arguments):
+        place.run(adamw_update, *arguments)
+
+    for update in (launch, adamw_update_reference):
+        scaled = train(update, params, gradients, 0.1, scale=0.25)
+        expected = train(update, params, gradients * np.float32(0.25), 0.1)
+        for a, b in zip(scaled, expected, strict=True):
+            np.testing.assert_array_equal(a, b)
+        assert not np.array_equal(scaled[1], train(update, params, gradients, 0.1)[1])
+
+
+@pytest.mark.parametrize("N", [3, 37])
+def test_negative_scale_changes_nothing(place, rng, N):
+    before = [rng.standard_normal(N).astype(np.float32) for _ in range(3)]
+    grads = np.full(N, np.nan, np.float32)
+    hyper, grad_scale = np.array([0.1, 0.1, 0.05], np.float32), np.array([-1], np.float32)
+    for update in (lambda *a: place.run(adamw_update, *a), adamw_update_reference):
+        params, m, v = (a.copy() for a in before)
+        update(params, grads, m, v, hyper, grad_scale, BETA1, BETA2, EPS, 0.1)
+        for after, a in zip((params, m, v), before, strict=True):
+            np.testing.assert_array_equal(after, a)
