@@ -1,0 +1,139 @@
+"""Every kernel compiles for every architecture, in float32 and in registers. Needs no GPU."""
+
+import numpy as np
+import pytest
+from numba import cuda, float32, int32, void
+
+from numbagpt.errors import UserError
+from numbagpt.gpu import offline
+from numbagpt.gpu.kernel import kernel
+
+CASES = [
+    pytest.param(k, signature, cc, id="{}-{}-{}.{}".format(k.__name__, word, *cc))
+    for k in offline.program_kernels()
+    for signature in k.signatures
+    for word in [offline.storage(signature)]
+    for cc in offline.architectures(signature)
+]
+
+
+@pytest.mark.parametrize(("k", "signature", "cc"), CASES)
+def test_kernel(k, signature, cc):
+    ptx = offline.compile_ptx(k, signature, cc)
+    assert offline.float64_instructions(ptx) == [], "a constant or argument is a Python float"
+    resources = offline.assemble(ptx)
+    assert resources.spills == 0, f"too few registers for {k.max_threads} threads: {resources}"
+    assert resources.stack == 0, f"a local array is not in registers: {resources}"
+
+
+def test_every_operation_is_there():
+    modules = {k.__module__.removeprefix("numbagpt.ops.") for k in offline.program_kernels()}
+    assert modules >= {
+        "adamw",
+        "classifier",
+        "encoder",
+        "gelu",
+        "global_norm",
+        "layernorm",
+        "matmul",
+        "mean_loss",
+        "permute",
+        "residual",
+        "softmax",
+    }
+
+
+# That the checks find what they look for: kernels with each of the faults.
+
+
+@kernel(void(float32[::1]), max_threads=32)
+def float64_kernel(out):
+    out[0] = out[0] * 0.5 + 1e-9
+
+
+@kernel(void(float32[::1], int32), max_threads=32)
+def stack_kernel(out, i):
+    """Registers have no addresses: what is indexed with a variable has to be in memory."""
+    x = cuda.local.array(64, float32)
+    for k in range(64):
+        x[(i * k) % 64] = out[k]
+    out[0] = x[i]
+
+
+@kernel(void(float32[::1]), max_threads=1024, min_blocks=2)
+def spilling_kernel(out):
+    """64 values that all live at once, where a thread may have 32 registers."""
+    x = cuda.local.array(64, float32)
+    for k in range(64):
+        x[k] = out[k]
+    cuda.syncthreads()
+    for k in range(64):
+        out[k] = x[63 - k]
+
+
+@kernel(void(float32[::1]), max_threads=32)
+def shared_kernel(out):
+    x = cuda.shared.array(32, float32)
+    x[cuda.threadIdx.x] = out[cuda.threadIdx.x]
+    cuda.syncthreads()
+    out[cuda.threadIdx.x] = x[31 - cuda.threadIdx.x]
+
+
+def ptx_of(k):
+    return offline.compile_ptx(k, k.signatures[0], (9, 0))
+
+
+def test_float64_is_found():
+    assert offline.float64_instructions(ptx_of(float64_kernel))
+    assert not offline.float64_instructions(ptx_of(shared_kernel))
+
+
+def test_stack_is_found():
+    assert offline.inspect(stack_kernel, stack_kernel.signatures[0], (9, 0)).stack >= 256
+
+
+def test_spills_are_found():
+    resources = offline.assemble(ptx_of(spilling_kernel))
+    assert resources.registers <= 32
+    assert resources.spills > 0
+
+
+def test_shared_memory_is_counted():
+    resources = offline.assemble(ptx_of(shared_kernel))
+    assert (resources.shared, resources.stack, resources.spills) == (128, 0, 0)
+
+
+def test_architecture_is_that_asked_for():
+    for major, minor in offline.ARCHITECTURES:
+        ptx = offline.compile_ptx(shared_kernel, shared_kernel.signatures[0], (major, minor))
+        assert f".target sm_{major}{minor}" in ptx
+
+
+def test_what_ptxas_refuses_is_an_error():
+    with pytest.raises(RuntimeError, match="sm_90"):
+        offline.assemble(ptx_of(shared_kernel).replace("bar.sync", "no.such.instruction"))
+
+
+def test_no_ptxas(monkeypatch):
+    monkeypatch.setattr(offline, "find_nvidia_binary_utility", lambda name: None)
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(UserError, match=r"no ptxas found.*pip install"):
+        offline.assemble(".target sm_90")
+
+
+def test_table(capsys):
+    offline.main("mean_loss")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == [
+        "kernel", "storage", "cc", "registers", "stack", "spills", "shared", "f64",
+    ]  # fmt: skip
+    table = np.array([line.split() for line in lines[1:]])
+    assert table[:, 0].tolist() == ["mean_loss_kernel"] * 4
+    assert table[:, 2].tolist() == ["7.5", "8.0", "9.0", "10.0"]
+    assert (table[:, 3].astype(int) > 0).all()
+    assert (table[:, 6] == "128").all()
+
+
+def test_table_of_nothing():
+    with pytest.raises(UserError, match="no_such_kernel"):
+        offline.main("no_such_kernel")
