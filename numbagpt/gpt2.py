@@ -25,6 +25,7 @@ from numbagpt.tensors import (
     flat_bytes,
     gradient_shapes,
     parameter_shapes,
+    size,
 )
 from numbagpt.tokenizer import END_OF_TEXT
 
@@ -105,6 +106,9 @@ class GPT2:
         if (b, t) not in self._views:
             L = self.config.num_layers if self.training else 1
             acts = FlatTensors(activation_shapes(self.config, b, t, L), self._acts_buffer)
+            square = b, self.config.num_heads, t, t
+            for layer in acts.layers:
+                layer.att = layer.att[: size(square)].reshape(square)
             dacts = None
             if self.training:
                 scratch = self.plan.gradients["scratch"][0]

@@ -62,8 +62,9 @@ def activation_shapes(config: GPT2Config, B: int, T: int, L: int) -> Shapes:
     over the last one's.
 
     `output` holds the logits (B, T, Vp), later their gradient; before and after it is scratch for
-    attention, which needs (B, T, 3C) and (B, NH, T, T). `att` is written in its lower triangle
-    only: its upper triangle must be zeroed once.
+    attention, which needs (B, T, 3C) and (B, NH, T, T). A layer of `att` is (B, NH, T, T) and a
+    gap, so that the next one is aligned even where T is odd; it is written in its lower triangle
+    only, and its upper triangle must be zeroed once.
     """
     C, NH, Vp = config.channels, config.num_heads, config.padded_vocab_size
     return {
@@ -72,7 +73,7 @@ def activation_shapes(config: GPT2Config, B: int, T: int, L: int) -> Shapes:
         "ln1_mean": (L, B, T),
         "ln1_rstd": (L, B, T),
         "atty": (L, B, T, C),
-        "att": (L, B, NH, T, T),
+        "att": (L, aligned(4 * B * NH * T * T) // 4),
         "attproj": (L, B, T, C),
         "residual2": (L, B, T, C),
         "ln2": (L, B, T, C),
@@ -105,6 +106,11 @@ def gradient_shapes(config: GPT2Config, B: int, T: int, scratch: int) -> Shapes:
     }
 
 
+def aligned(nbytes: int) -> int:
+    """The next multiple of ALIGNMENT."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
 def size(shape: tuple[int, ...]) -> int:
     """Number of elements."""
     return int(np.prod(shape, dtype=np.int64))
@@ -116,12 +122,12 @@ def _offsets(shapes: Shapes) -> Iterator[tuple[str, int, int]]:
     for name, shape in shapes.items():
         stop = start + 4 * size(shape)
         yield name, start, stop
-        start = -(-stop // ALIGNMENT) * ALIGNMENT
+        start = aligned(stop)
 
 
 def flat_bytes(shapes: Shapes) -> int:
     """Bytes of the buffer that holds these tensors as float32, gaps included."""
-    return sum(-(-4 * size(shape) // ALIGNMENT) * ALIGNMENT for shape in shapes.values())
+    return sum(aligned(4 * size(shape)) for shape in shapes.values())
 
 
 class FlatTensors:

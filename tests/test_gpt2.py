@@ -89,8 +89,9 @@ def test_poisoned_buffers_change_nothing() -> None:
     model = make_model(TINY, 2, 37)
     expected = loss_and_gradients(model, BATCH)
     keep = np.triu_indices(37, 1)
-    for buffer, square in ((model.acts, model.acts.att), (model.dacts, model.dacts.preatt)):
-        buffer.memory.fill(np.nan)
+    model.acts.memory.fill(np.nan)
+    model.dacts.memory.fill(np.nan)
+    for square in (*(layer.att for layer in model.acts.layers), model.dacts.preatt):
         square[..., keep[0], keep[1]] = 0
     loss, gradients = loss_and_gradients(model, BATCH)
     assert loss == expected[0]

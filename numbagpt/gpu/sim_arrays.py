@@ -13,6 +13,9 @@ from typing import Any
 
 import numpy as np
 
+# The widest access to memory; allocations start on a multiple of it, on a GPU and in NumPy.
+VECTOR_BYTES = 16
+
 
 def reads_as_int(dtype: np.dtype) -> bool:
     """True for the element types that a kernel reads as Python ints or bools."""
@@ -122,6 +125,14 @@ def checked(array: np.ndarray, name: str, offset: int = 0) -> CheckedArray:
     return (CheckedArray if array.ndim == 1 else CheckedArrayND)(array, name, offset)
 
 
+def checked_argument(array: np.ndarray, name: str) -> CheckedArray:
+    """`array` as an argument of a kernel: its own address counts for the alignment of vectors.
+
+    A view may start anywhere in its buffer; hardware sees the address, not the index.
+    """
+    return checked(array, name, array.ctypes.data % VECTOR_BYTES // array.dtype.itemsize)
+
+
 def checked_slice(
     arr: CheckedArray, start: int, count: int, align: int | None = None
 ) -> np.ndarray:
@@ -129,7 +140,7 @@ def checked_slice(
 
     The view is writable and shares the kernel's memory. `align` is in elements and defaults to
     `count`: hardware faults on a vector access whose address is not a multiple of the vector's
-    size, so `start`, counted from the array that the kernel was given, must be a multiple of it.
+    size, so `start`, counted from the start of the allocation, must be a multiple of it.
 
     Raises IndexError where any element lies outside the array or the access is misaligned.
     """

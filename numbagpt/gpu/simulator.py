@@ -43,7 +43,12 @@ import numba.cuda
 import numpy as np
 
 from numbagpt.gpu import sim_cuda
-from numbagpt.gpu.sim_arrays import CheckedArray, checked, checked_slice, reads_as_int
+from numbagpt.gpu.sim_arrays import (
+    CheckedArray,
+    checked_argument,
+    checked_slice,
+    reads_as_int,
+)
 from numbagpt.gpu.sim_lanes import (
     SIMULATED,
     Block,
@@ -125,7 +130,7 @@ def run_kernel(
     kernel = rebind(function)
     arg_names = function.__code__.co_varnames
     args = tuple(
-        checked(value, name) if isinstance(value, np.ndarray) else _number(value)
+        checked_argument(value, name) if isinstance(value, np.ndarray) else _number(value)
         for value, name in zip(args, arg_names, strict=False)
     )
     threads = list(_indices(block))

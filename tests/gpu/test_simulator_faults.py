@@ -230,3 +230,20 @@ def launch_again(typingctx, out):
 def test_a_kernel_cannot_launch_a_kernel():
     register_meaning(launch_again, lambda out: run(foreign_mask_kernel, 1, 1, out.array))
     assert "launched from inside a kernel" in str(error_of(nested_launch_kernel, 1, 1, memory(1)))
+
+
+def test_a_view_off_the_vector_grid_is_misaligned() -> None:
+    """Hardware sees the address: element 0 of a view may lie anywhere in its buffer."""
+
+    def first_vector(out, inp):
+        out[0] = first_of_four(inp, 0)
+
+    def first_of_four(arr, i):
+        return checked_slice(arr, i, 4)[0]
+
+    register_meaning(first_of_four, first_of_four)
+    buffer, out = np.arange(16, dtype=np.float32), np.zeros(1, np.float32)
+    run_kernel(first_vector, 1, 1, 0, (out, buffer[4:]))
+    assert out[0] == 4
+    with pytest.raises(SimulatorError, match="misaligned"):
+        run_kernel(first_vector, 1, 1, 0, (out, buffer[3:]))
