@@ -9,7 +9,8 @@ from numbagpt.ops.adamw import adamw_update, adamw_update_reference
 
 # Less than a vector, no multiple of it, more than a block takes (1024).
 SIZES = [1, 3, 4, 5, 37, 1024, 1031]
-BETA1, BETA2, EPS, LEARNING_RATE = 0.9, 0.95, 1e-8, 0.03
+# An epsilon that the smaller gradients feel.
+BETA1, BETA2, EPS, LEARNING_RATE = 0.9, 0.95, 1e-2, 0.03
 STEPS = 5
 
 
@@ -105,6 +106,18 @@ def test_gradient_is_scaled(place, rng):
         for a, b in zip(scaled, expected, strict=True):
             np.testing.assert_array_equal(a, b)
         assert not np.array_equal(scaled[1], train(update, params, gradients, 0.1)[1])
+
+
+def test_no_gradient(place):
+    """Zero over the square root of zero: epsilon alone makes it zero."""
+    hyper, grad_scale = np.array([0.1, 0.1, 0.05], np.float32), np.ones(1, np.float32)
+    for update in (lambda *a: place.run(adamw_update, *a), adamw_update_reference):
+        params, grads = np.ones(37, np.float32), np.zeros(37, np.float32)
+        m, v = grads.copy(), grads.copy()
+        update(params, grads, m, v, hyper, grad_scale, BETA1, BETA2, 1e-8, 0.0)
+        np.testing.assert_array_equal(params, 1)
+        assert not m.any()
+        assert not v.any()
 
 
 @pytest.mark.parametrize("N", [3, 37])
