@@ -158,9 +158,9 @@ def fused_classifier(
         V,
         logits.shape[-1],
         dloss,
-        dlosses is not None,
-        write_dlogits,
-        probs is not None,
+        int(dlosses is not None),
+        int(write_dlogits),
+        int(probs is not None),
     )
 
 
