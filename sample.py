@@ -21,45 +21,29 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     """The flags."""
     parser = cli.Parser(__doc__)
     count = cli.number(int, 1)
-    group = parser.add_argument_group("what is written")
-    group.add_argument(
+    parser.section("what is written")
+    parser.flag(
         "--checkpoint",
-        default=cli.DEFAULT_OUTPUT_DIR,
-        metavar="PATH",
-        help="a model .bin, a run's output folder (its last checkpoint) or a Hugging Face folder "
-        "(default: %(default)s)",
+        str,
+        cli.DEFAULT_OUTPUT_DIR,
+        "a model .bin, a run's output folder (its last one) or a Hugging Face folder",
     )
-    group.add_argument(
-        "--prompt", default="", help="text to go on from (default: none, the beginning of a text)"
-    )
-    group.add_argument(
-        "--max_new_tokens",
-        type=count,
-        default=256,
-        metavar="N",
-        help="stop there, if the text does not end before (default: %(default)s)",
-    )
-    group.add_argument(
-        "--num_samples", type=count, default=1, metavar="N", help="texts (default: %(default)s)"
-    )
-    group = parser.add_argument_group("how tokens are chosen")
-    group.add_argument(
+    parser.text("--prompt", "what to go on from (default: none, the beginning of a text)")
+    parser.flag("--max_new_tokens", count, 256, "stop there, if the text does not end before")
+    parser.flag("--num_samples", count, 1, "texts")
+    parser.section("how tokens are chosen")
+    parser.flag(
         "--temperature",
-        type=float,
-        default=0.8,
-        metavar="X",
-        help="1: as the model predicts; less: safer; 0: always the most probable "
-        "(default: %(default)s)",
+        cli.number(float, 0),
+        0.8,
+        "1: as the model predicts; less: safer; 0: always the most probable",
     )
-    group.add_argument(
-        "--top_k", type=int, metavar="N", help="only the N most probable tokens (default: all)"
-    )
-    group.add_argument(
+    parser.flag("--top_k", count, None, "only the N most probable tokens (default: all)")
+    parser.flag(
         "--top_p",
-        type=float,
-        default=1.0,
-        metavar="X",
-        help="only the most probable tokens that together reach X (default: %(default)s, all)",
+        cli.number(float, 0, 1, above=True),
+        1.0,
+        "only the most probable tokens that together reach X",
     )
     cli.add_device_flags(parser)
     return parser.parse_args(argv)
@@ -86,7 +70,6 @@ def main(argv: list[str] | None = None) -> int:
 
     from numbagpt import sampling, tokenizer
 
-    sampling.check_sampling(options.temperature, options.top_k, options.top_p)
     if not os.path.exists(options.checkpoint):
         raise UserError(
             f"--checkpoint {options.checkpoint}: there is no such file or folder; "

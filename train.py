@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from numbagpt.loader import Prefetcher, TokenLoader
     from numbagpt.training import Trainer
 
-SAMPLE_TOKENS = 64
+SAMPLE_TOKENS, SAMPLE_TEMPERATURE = 64, 0.8
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -37,28 +37,22 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     count, from_zero, fraction = cli.number(int, 1), cli.number(int, 0), cli.number(float, 0, 1)
     positive, not_negative = cli.number(float, 0, above=True), cli.number(float, 0)
     beta = cli.number(float, 0, 0.999999)
+    flag = parser.flag
 
-    def flag(name: str, kind: Callable, default: object, text: str) -> None:
-        if default is not None:
-            text += " (default: %(default)s)"
-        metavar = {str: "PATH", count: "N", from_zero: "N"}.get(kind, "X")
-        group.add_argument(name, type=kind, default=default, help=text, metavar=metavar)
-
-    group = parser.add_argument_group("data and model")
+    parser.section("data and model")
     flag("--input_bin", str, None, "shards to train on, a glob pattern (default: built-in corpus)")
     flag("--input_val_bin", str, None, "shards to validate on (default: the corpus's, or none)")
     flag("--output_dir", str, cli.DEFAULT_OUTPUT_DIR, "where model_<step>.bin is written")
     flag("--model", str, "nano", f"{', '.join(PRESETS)} (random weights), a .bin or a folder")
-    group = parser.add_argument_group("batch")
+    parser.section("batch")
     flag("--batch_size", count, None, "B (default: what makes 4096 tokens on a GPU, 512 elsewhere)")
     flag("--sequence_length", count, None, "T (default: 1024 on a GPU, 64 elsewhere, or less)")
     flag("--total_batch_size", count, None, "tokens a step, a multiple of B*T (default: B*T)")
-    group.add_argument(
-        "--overfit_single_batch", action="store_true", help="train on the first batch only"
-    )
-    group = parser.add_argument_group("optimization")
-    flag("--num_iterations", count, None, "steps (default: 1000 on a GPU, 200 elsewhere)")
-    flag("--learning_rate", positive, None, "the highest (default: 1e-3 for nano, else 3e-4)")
+    flag("--val_max_steps", count, 20, "batches of a validation")
+    parser.switch("--overfit_single_batch", "train on the first batch only")
+    parser.section("optimization")
+    flag("--num_iterations", count, None, "steps (default: 1000 on a GPU, 130 elsewhere)")
+    flag("--learning_rate", positive, None, "the highest (default: 2e-3 for nano, else 3e-4)")
     flag("--warmup_iters", from_zero, None, "steps of warm-up (default: 5%% of all steps)")
     flag("--learning_rate_decay_frac", fraction, 0.1, "last learning rate as part of the highest")
     flag("--weight_decay", not_negative, 0.1, "of matrices and embeddings")
@@ -66,9 +60,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     flag("--beta1", beta, 0.9, "AdamW's memory of the gradient")
     flag("--beta2", beta, 0.95, "AdamW's memory of its square")
     flag("--eps", positive, 1e-8, "AdamW's epsilon")
-    group = parser.add_argument_group("every N steps and at the end; 0: only at the end")
+    parser.section("every N steps and at the end; 0: only at the end")
     flag("--val_loss_every", from_zero, 100, "print the validation loss")
-    flag("--val_max_steps", count, 20, "batches of a validation")
     flag("--sample_every", from_zero, 0, "print a sample")
     flag("--checkpoint_every", from_zero, 0, "write a checkpoint")
     cli.add_device_flags(parser)
@@ -93,7 +86,10 @@ def find_model(model: str, seed: int) -> tuple[GPT2Config, Callable[[], dict[str
 
 
 def fill_in_defaults(options: argparse.Namespace, config: GPT2Config, on_gpu: bool) -> None:
-    """Set what depends on model and device, and check what depends on other flags."""
+    """Set what depends on model and device, and check what depends on other flags.
+
+    Adds accumulation_steps, the batches whose gradients add up to one step.
+    """
 
     def default(name: str, value: object) -> None:
         if getattr(options, name) is None:
@@ -108,9 +104,9 @@ def fill_in_defaults(options: argparse.Namespace, config: GPT2Config, on_gpu: bo
         )
     default("batch_size", max(1, (4096 if on_gpu else 512) // T))
     default("total_batch_size", options.batch_size * T)
-    check_total_batch_size(options.total_batch_size, options.batch_size, T)
-    default("num_iterations", 1000 if on_gpu else 200)
-    default("learning_rate", 1e-3 if options.model == "nano" else 3e-4)
+    options.accumulation_steps = count_batches(options.total_batch_size, options.batch_size, T)
+    default("num_iterations", 1000 if on_gpu else 130)
+    default("learning_rate", 2e-3 if options.model == "nano" else 3e-4)
     default("warmup_iters", options.num_iterations // 20)
     if options.input_bin is None:
         from numbagpt.corpus import default_corpus
@@ -119,19 +115,15 @@ def fill_in_defaults(options: argparse.Namespace, config: GPT2Config, on_gpu: bo
         default("input_val_bin", corpus_val_bin)
 
 
-def check_total_batch_size(total: int, B: int, T: int) -> None:
-    """Raise UserError, proposing the nearest valid values, unless total is a multiple of B*T."""
-    below = total // (B * T) * B * T
-    if total != below:
-        nearest = f"{below} or {below + B * T}" if below else f"{B * T}"
+def count_batches(total: int, B: int, T: int) -> int:
+    """total / (B*T). Raises UserError, proposing the nearest valid totals, if that is not whole."""
+    count, rest = divmod(total, B * T)
+    if rest:
+        nearest = f"{count * B * T} or {(count + 1) * B * T}" if count else f"{B * T}"
         raise UserError(
             f"--total_batch_size {total} is no multiple of B*T = {B}*{T} = {B * T}; use {nearest}"
         )
-
-
-def accumulation_steps(options: argparse.Namespace) -> int:
-    """Batches of B*T tokens whose gradients add up to one step."""
-    return options.total_batch_size // (options.batch_size * options.sequence_length)
+    return count
 
 
 def summary(
@@ -153,7 +145,7 @@ model       {o.model}: L={c.num_layers} NH={c.num_heads} C={c.channels} V={c.voc
 {num_parameters(c) / 1e6:,.1f}M parameters
 data        {o.input_bin}: {loader.num_tokens:,} tokens, {len(loader.paths)} shard(s)
 validation  {validation}
-batch       B={B} x T={T} x {accumulation_steps(o)} = {o.total_batch_size:,} tokens a step
+batch       B={B} x T={T} x {o.accumulation_steps} = {o.total_batch_size:,} tokens a step
 steps       {o.num_iterations:,}, {epochs:.2f} epochs
 AdamW       learning rate {o.learning_rate:g}, warm-up {o.warmup_iters} steps, then down to \
 {o.learning_rate * o.learning_rate_decay_frac:g}; weight decay {o.weight_decay:g}
@@ -174,7 +166,6 @@ class Run:
     ) -> None:
         self.trainer, self.model, self.options = trainer, trainer.model, options
         self.batches, self.val_loader, self.progress = batches, val_loader, progress
-        self.accumulation_steps = accumulation_steps(options)
         self.only_batch = batches.next_batch() if options.overfit_single_batch else None
 
     def train(self) -> int:
@@ -199,10 +190,11 @@ class Run:
 
     def step(self, step: int) -> None:
         """Queue one optimizer step."""
+        count = self.options.accumulation_steps
         if self.only_batch is None:
-            batches = (self.batches.next_batch() for _ in range(self.accumulation_steps))
+            batches = (self.batches.next_batch() for _ in range(count))
         else:
-            batches = [self.only_batch] * self.accumulation_steps
+            batches = [self.only_batch] * count
         self.trainer.step(batches, self.learning_rate(step))
 
     def report(self, in_flight: int = 0) -> None:
@@ -223,18 +215,20 @@ class Run:
         def is_time(every: int) -> bool:
             return step == self.options.num_iterations or (every > 0 and step % every == 0)
 
-        tasks = []
-        if self.val_loader and is_time(self.options.val_loss_every):
-            tasks.append(self.validate)
-        if step and is_time(self.options.sample_every):
-            tasks.append(self.sample)
-        if step and is_time(self.options.checkpoint_every):
-            tasks.append(self.write_checkpoint)
-        if tasks:
-            self.report()
-            for task in tasks:
-                task(step)
-            self.progress.restart_clock()
+        o = self.options
+        validate = self.val_loader is not None and is_time(o.val_loss_every)
+        sample = step > 0 and is_time(o.sample_every)
+        write = step > 0 and is_time(o.checkpoint_every)
+        if not (validate or sample or write):
+            return
+        self.report()
+        if validate:
+            self.validate(step)
+        if sample:
+            self.sample(step)
+        if write:
+            self.write_checkpoint(step)
+        self.progress.restart_clock()
 
     def validate(self, step: int) -> None:
         """Print the mean loss over the first batches of the validation data, always the same."""
@@ -253,11 +247,11 @@ class Run:
 
         rng = np.random.default_rng(self.options.seed)
         try:
-            text = "".join(stream_text(self.model, [], SAMPLE_TOKENS, rng))
+            pieces = stream_text(self.model, [], SAMPLE_TOKENS, rng, temperature=SAMPLE_TEMPERATURE)
         except UserError as error:
             print(f"no sample: {error}")
         else:
-            print(f"--- sample after step {step}\n{text}\n---")
+            print(f"--- sample after step {step}", "".join(pieces), "---", sep="\n")
 
     def write_checkpoint(self, step: int) -> None:
         """Write the weights as model_<step>.bin."""
@@ -282,18 +276,16 @@ def main(argv: list[str] | None = None) -> int:
         from numbagpt.memory import num_parameters
         from numbagpt.training import Trainer
 
-        o, B, T = options, options.batch_size, options.sequence_length
-        loader = TokenLoader(o.input_bin, B, T, config.vocab_size)
-        val_loader = None
-        if o.input_val_bin:
-            val_loader = TokenLoader(o.input_val_bin, B, T, config.vocab_size)
+        o, B, T, V = options, options.batch_size, options.sequence_length, config.vocab_size
+        loader = TokenLoader(o.input_bin, B, T, V)
+        val_loader = TokenLoader(o.input_val_bin, B, T, V) if o.input_val_bin else None
         print(summary(o, config, processor, loader, val_loader))
 
         model = GPT2(config, device, B, T, o.precision)
         model.load_parameters(make_parameters())
         del make_parameters  # and with it the host's copy
         trainer = Trainer(
-            model, accumulation_steps(o), o.beta1, o.beta2, o.eps, o.weight_decay, o.grad_clip
+            model, o.accumulation_steps, o.beta1, o.beta2, o.eps, o.weight_decay, o.grad_clip
         )
         progress = metrics.Progress(
             o.num_iterations,

@@ -27,6 +27,29 @@ class Parser(argparse.ArgumentParser):
             allow_abbrev=False,
         )
 
+    def section(self, title: str) -> None:
+        """Begin a group of flags in --help."""
+        self._section = self.add_argument_group(title)
+
+    def flag(self, name: str, kind: Callable, default: object, text: str) -> None:
+        """Add a flag to the section; text states the default where that is None."""
+        if default is not None:
+            text += " (default: %(default)s)"
+        metavar = "PATH" if kind is str else kind.__name__
+        self._section.add_argument(name, type=kind, default=default, help=text, metavar=metavar)
+
+    def choice(self, name: str, choices: tuple[str, ...], text: str) -> None:
+        """Add a flag with a few values, the first of them the default."""
+        self._section.add_argument(name, choices=choices, default=choices[0], help=text)
+
+    def text(self, name: str, text: str) -> None:
+        """Add a flag whose value is any text, empty by default."""
+        self._section.add_argument(name, default="", help=text, metavar="TEXT")
+
+    def switch(self, name: str, text: str) -> None:
+        """Add a flag without a value."""
+        self._section.add_argument(name, action="store_true", help=text)
+
     def error(self, message: str) -> NoReturn:
         """Print the line and exit with status 2, as argparse does, without the usage."""
         self.exit(2, f"error: {message} (--help lists the flags)\n")
@@ -50,31 +73,24 @@ def number(
             raise argparse.ArgumentTypeError(f"{text!r} is not {expected}")
         return value
 
+    parse.__name__ = "N" if kind is int else "X"
     return parse
 
 
 def add_device_flags(parser: Parser) -> None:
     """Add --device, --precision and --seed."""
-    group = parser.add_argument_group("where and how it is computed")
-    group.add_argument(
+    parser.section("where and how it is computed")
+    parser.choice(
         "--device",
-        choices=("auto", "cuda", "cpu", "sim"),
-        default="auto",
-        help="sim runs the GPU's kernels without a GPU, slowly (default: the GPU if there is one)",
+        ("auto", "cuda", "cpu", "sim"),
+        "sim runs the GPU's kernels without a GPU, slowly (default: the GPU if there is one)",
     )
-    group.add_argument(
+    parser.choice(
         "--precision",
-        choices=("auto", "fp32", "tf32"),
-        default="auto",
-        help="of matrix products (default: tf32 on GPUs that have it, else fp32)",
+        ("auto", "fp32", "tf32"),
+        "of matrix products (default: tf32 on GPUs that have it, else fp32)",
     )
-    group.add_argument(
-        "--seed",
-        type=number(int, 0),
-        default=42,
-        metavar="N",
-        help="of everything random; the same seed gives the same run (default: %(default)s)",
-    )
+    parser.flag("--seed", number(int, 0), 42, "of everything random: the same seed, the same run")
 
 
 def choose_device(name: str, precision: str) -> tuple["Device", str, str]:

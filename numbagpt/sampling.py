@@ -9,7 +9,6 @@ below 1 sharpens the distribution, above 1 flattens it; 0 is its limit: the most
 Nucleus sampling (top-p) is Holtzman et al., 2019 (arXiv:1904.09751).
 """
 
-import math
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
@@ -22,26 +21,15 @@ if TYPE_CHECKING:
     from numbagpt.gpt2 import GPT2
 
 
-def check_sampling(temperature: float, top_k: int | None, top_p: float) -> None:
-    """Raise UserError unless temperature >= 0, top_k is None or >= 1, and 0 < top_p <= 1."""
-    if not (temperature >= 0 and math.isfinite(temperature)):
-        raise UserError(
-            f"temperature is {temperature:g}; expected 0 (always the most probable token) or more"
-        )
-    if top_k is not None and top_k < 1:
-        raise UserError(
-            f"top_k is {top_k}; expected at least 1, or leave it out to keep all tokens"
-        )
-    if not 0 < top_p <= 1:
-        raise UserError(f"top_p is {top_p:g}; expected more than 0 and at most 1 (1 keeps all)")
-
-
 def token_probabilities(
     logits: np.ndarray, temperature: float = 1.0, top_k: int | None = None, top_p: float = 1.0
 ) -> np.ndarray:
     """The distribution (V,) in float64 that the next token is drawn from.
 
     logits (V,)   of the real vocabulary, without the padding, of any float dtype
+    temperature   0 or more
+    top_k         at least 1; None keeps all
+    top_p         above 0, at most 1, which keeps all
 
     Raises UserError if a logit is not finite.
     """

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from numbagpt.errors import UserError
-from numbagpt.sampling import check_sampling, generate, sample_token, token_probabilities
+from numbagpt.sampling import generate, sample_token, token_probabilities
 
 # Probabilities 1/2, 1/4, 1/8, 1/8 for tokens 2, 0, 3, 1.
 LOGITS = np.log(np.array([4.0, 2.0, 8.0, 2.0], np.float64))
@@ -126,29 +126,6 @@ def test_the_ends_of_the_unit_interval_draw_tokens_that_have_probability():
     logits = np.array([-1e9, 0.0, -1e9, 0.5, -1e9])
     assert sample_token(logits, 1.0, None, 1.0, Constant(0.0)) == 1
     assert sample_token(logits, 1.0, None, 1.0, Constant(np.nextafter(1.0, 0.0))) == 3
-
-
-@pytest.mark.parametrize(
-    ("temperature", "top_k", "top_p", "names"),
-    [
-        (-0.1, None, 1.0, "temperature is -0.1"),
-        (math.nan, None, 1.0, "temperature is nan"),
-        (math.inf, None, 1.0, "temperature is inf"),
-        (1.0, 0, 1.0, "top_k is 0"),
-        (1.0, -3, 1.0, "top_k is -3"),
-        (1.0, None, 0.0, "top_p is 0"),
-        (1.0, None, 1.01, "top_p is 1.01"),
-        (1.0, None, math.nan, "top_p is nan"),
-    ],
-)
-def test_settings_out_of_range_are_refused(temperature, top_k, top_p, names):
-    with pytest.raises(UserError, match=names):
-        check_sampling(temperature, top_k, top_p)
-
-
-def test_settings_at_the_limits_are_taken():
-    check_sampling(0.0, 1, 1e-9)
-    check_sampling(100.0, None, 1.0)
 
 
 class Counter:

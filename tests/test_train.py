@@ -13,7 +13,9 @@ import train
 from numbagpt import metrics
 from numbagpt.checkpoint import read_model
 from numbagpt.config import PRESETS
+from numbagpt.device import HostDevice
 from numbagpt.errors import UserError
+from numbagpt.memory import memory_plan
 from numbagpt.schedule import learning_rate_at
 
 
@@ -201,6 +203,14 @@ def test_no_sample_without_gpt2s_vocabulary(flags, capsys):
     assert "no sample: the model knows 60 tokens" in capsys.readouterr().out
 
 
+def test_a_batch_too_large_for_the_memory_names_one_that_fits(flags, monkeypatch, capsys):
+    fits = memory_plan(SMALL_VOCAB, 5, 8).total
+    monkeypatch.setattr(HostDevice, "free_memory", lambda _: fits)
+    with pytest.raises(UserError, match="the largest batch size that fits is 5"):
+        train.main(flags(batch_size=50))
+    assert "memory for B=50, T=8" in capsys.readouterr().out
+
+
 def test_weights_that_are_not_finite_stop_the_run(flags, tmp_path):
     model = make_model_file(tmp_path / "nan.bin", SMALL_VOCAB, scale=math.nan)
     with pytest.raises(UserError, match=r"the loss of step 1 is nan.*none was written"):
@@ -272,14 +282,22 @@ def test_given_flags_are_kept_and_the_others_follow():
 
 @pytest.mark.parametrize(
     ("total", "nearest"),
-    [(1, "512"), (511, "512"), (513, "512 or 1024"), (1535, "1024 or 1536"), (10**9, None)],
+    [
+        (1, "512"),
+        (511, "512"),
+        (513, "512 or 1024"),
+        (1535, "1024 or 1536"),
+    ],
 )
 def test_total_batch_size_proposes_the_nearest(total, nearest):
-    if nearest is None:
-        train.check_total_batch_size(512 * 10**9, 8, 64)
-        return
     with pytest.raises(UserError, match=rf"{total} is no multiple .* = 512; use {nearest}$"):
-        train.check_total_batch_size(total, 8, 64)
+        train.count_batches(total, 8, 64)
+
+
+def test_total_batch_size_gives_the_accumulation_steps():
+    assert train.count_batches(512 * 3, 8, 64) == 3
+    options = defaults(PRESETS["d12"], "d12", True, total_batch_size=2**19)
+    assert options.accumulation_steps == 128
 
 
 BAD_FLAGS = {
