@@ -1,0 +1,170 @@
+"""Bad input through the real command line: one clear line, a status, nothing left behind."""
+
+import os
+import struct
+
+import pytest
+from programs import SMALL_VOCAB, make_model_file, make_shard, run
+
+V = SMALL_VOCAB.vocab_size
+
+
+@pytest.fixture
+def files(tmp_path):
+    """A working set: start.bin, a model with a context of 32, and tokens.bin, 100 of its tokens."""
+    make_model_file(tmp_path / "start.bin", SMALL_VOCAB)
+    make_shard(tmp_path / "tokens.bin", 100, V)
+    return tmp_path
+
+
+def tree(folder):
+    return {path.relative_to(folder): os.stat(path).st_size for path in folder.rglob("*")}
+
+
+def patched(source, target, offset, values, cut=None):
+    """Copy a file with int32 values from byte `offset` on replaced, and its end cut off."""
+    data = bytearray(source.read_bytes())
+    data[offset : offset + 4 * len(values)] = struct.pack(f"<{len(values)}i", *values)
+    target.write_bytes(data[:cut])
+
+
+def wrong_magic(files):
+    patched(files / "tokens.bin", files / "magic.bin", 0, [1234567])
+    return ["--input_bin", "magic.bin"], ["magic.bin", "1234567", "20240520", "numbagpt.data"]
+
+
+def wrong_version(files):
+    patched(files / "tokens.bin", files / "version.bin", 4, [7])
+    return ["--input_bin", "version.bin"], ["version.bin", "version 7", "version 1"]
+
+
+def truncated_shard(files):
+    patched(files / "tokens.bin", files / "short.bin", 0, [], cut=-20)
+    return ["--input_bin", "short.bin"], ["short.bin", "90 tokens", "100"]
+
+
+def ids_beyond_the_vocabulary(files):
+    make_shard(files / "large.bin", 100, 5000)
+    return ["--input_bin", "large.bin"], ["large.bin", "vocabulary of 60"]
+
+
+def too_few_tokens(files):
+    return ["--batch_size", "8", "--sequence_length", "32"], ["tokens.bin", "100 tokens", "257"]
+
+
+def validation_data_too_short(files):
+    make_shard(files / "val.bin", 10, V)
+    return ["--input_val_bin", "val.bin"], ["val.bin", "10 tokens", "17"]
+
+
+def no_file_matches(files):
+    return ["--input_bin", "data/*_train_*.bin"], ["data/*_train_*.bin", "no file"]
+
+
+def sequence_too_long(files):
+    return ["--sequence_length", "33"], ["--sequence_length 33", "at most 32"]
+
+
+def total_batch_not_divisible(files):
+    return ["--total_batch_size", "40"], ["40", "2*8", "use 32 or 48"]
+
+
+def unknown_preset(files):
+    return ["--model", "d13"], ["--model d13", "nano", "d12", "d48"]
+
+
+def truncated_checkpoint(files):
+    patched(files / "start.bin", files / "cut.bin", 0, [], cut=5000)
+    return ["--model", "cut.bin"], ["cut.bin", "truncated", "5,000 bytes"]
+
+
+def foreign_checkpoint(files):
+    return ["--model", "tokens.bin"], ["tokens.bin", "20240326", "--input_bin"]
+
+
+def folder_without_a_model(files):
+    (files / "empty").mkdir()
+    return ["--model", "empty"], ["empty", "model_<step>.bin"]
+
+
+def weights_that_are_not_finite(files):
+    make_model_file(files / "nan.bin", SMALL_VOCAB, scale=float("nan"))
+    return ["--model", "nan.bin"], ["loss of step 1 is nan", "none was written"]
+
+
+def no_gpu(files):
+    return ["--device", "cuda"], ["--device cuda", "NUMBA_DISABLE_CUDA"]
+
+
+def precision_without_a_gpu(files):
+    return ["--precision", "tf32"], ["--precision tf32", "GPU"]
+
+
+def output_folder_is_a_file(files):
+    return ["--output_dir", "tokens.bin"], ["tokens.bin", "file of that name"]
+
+
+def output_folder_not_writable(files):
+    return ["--output_dir", "tokens.bin/run"], ["tokens.bin/run", "Not a directory"]
+
+
+CASES = [
+    wrong_magic,
+    wrong_version,
+    truncated_shard,
+    ids_beyond_the_vocabulary,
+    too_few_tokens,
+    validation_data_too_short,
+    no_file_matches,
+    sequence_too_long,
+    total_batch_not_divisible,
+    unknown_preset,
+    truncated_checkpoint,
+    foreign_checkpoint,
+    folder_without_a_model,
+    weights_that_are_not_finite,
+    no_gpu,
+    precision_without_a_gpu,
+    output_folder_is_a_file,
+    output_folder_not_writable,
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_training(files, case):
+    flags, named = case(files)
+    before = tree(files)
+    defaults = ["--model", "start.bin", "--input_bin", "tokens.bin", "--device", "cpu"]
+    defaults += ["--batch_size", 2, "--sequence_length", 8, "--num_iterations", 2]
+    found = run("train.py", *defaults, *flags, cwd=files)
+    assert found.returncode == 1
+    assert found.stderr.startswith("error: ")
+    assert len(found.stderr.splitlines()) == 1
+    for part in named:
+        assert part in found.stderr
+    assert tree(files) == before
+
+
+def test_the_working_set_works(files):
+    """What the cases change is all that is wrong with them."""
+    flags = ["--model", "start.bin", "--input_bin", "tokens.bin", "--device", "cpu"]
+    flags += ["--batch_size", 2, "--sequence_length", 8, "--num_iterations", 2]
+    found = run("train.py", *flags, cwd=files)
+    assert (found.returncode, found.stderr) == (0, "")
+    assert (files / "out" / "model_00000002.bin").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "named"),
+    [("cut.bin", "truncated"), ("tokens.bin", "--input_bin"), ("start.bin", "knows 60 tokens")],
+)
+def test_sampling(files, name, named):
+    patched(files / "start.bin", files / "cut.bin", 0, [], cut=5000)
+    before = tree(files)
+    found = run("sample.py", "--checkpoint", name, "--device", "cpu", cwd=files)
+    assert found.returncode == 1
+    assert found.stdout == ""
+    assert len(found.stderr.splitlines()) == 1
+    assert found.stderr.startswith("error: ")
+    assert named in found.stderr
+    assert tree(files) == before
