@@ -1,6 +1,8 @@
 """Matrix products of row-major arrays: cuBLASLt for device arrays, NumPy for NumPy arrays.
 
 out = alpha * op(a) @ op(b) + beta * out + bias
+
+and, in the same pass over out, what a GELU behind or before the product needs: see `matmul`.
 """
 
 from typing import Any
@@ -8,17 +10,25 @@ from typing import Any
 import numpy as np
 
 from numbagpt.errors import UserError
-from numbagpt.gpu import stream
-from numbagpt.gpu.cublaslt import BlasError, Problem, plan_for
+from numbagpt.gpu import blas_numpy
+from numbagpt.gpu.blas_problem import VECTOR_BYTES, BlasError, Problem
+from numbagpt.gpu.cublaslt import plan_for
 
-__all__ = ["PRECISIONS", "BlasError", "matmul", "precision", "set_precision"]
+__all__ = ["PRECISIONS", "BlasError", "matmul", "precision", "set_autotune", "set_precision"]
 
 PRECISIONS = ("fp32", "tf32", "bf16")
-_STORAGE = {"f": "float32", "H": "bfloat16"}  # by NumPy's type character; bf16 lives in uint16
-# cuBLASLt can be told how a, b and out are aligned, but not the bias, which it reads in vectors.
-_BIAS_ALIGNMENT = 16
+# By NumPy's type character; bf16 lives in uint16.
+_STORAGE = {"f": "float32", "H": "bfloat16", "d": "float64"}
+_ALLOWED = {  # storage of a and b, of out
+    ("float32", "float32"),
+    ("bfloat16", "bfloat16"),
+    ("bfloat16", "float32"),
+    ("float64", "float64"),
+}
+_AUX_COLUMNS = 8  # of the columns of an aux array: cuBLASLt takes multiples of that
 
 _precision = "fp32"
+_autotune = True
 
 
 def set_precision(name: str) -> None:
@@ -43,6 +53,17 @@ def precision() -> str:
     return _precision
 
 
+def set_autotune(on: bool) -> None:
+    """Whether products of device arrays run on the fastest algorithm (as at the start).
+
+    Then the first use of a kind of product that this GPU has not seen before takes some
+    milliseconds for timing; see numbagpt/gpu/autotune.py. Otherwise the algorithm that cuBLASLt
+    puts first is taken, unmeasured, and nothing is read from or written to the disk.
+    """
+    global _autotune
+    _autotune = on
+
+
 def matmul(
     out: Any,
     a: Any,
@@ -53,6 +74,8 @@ def matmul(
     alpha: float = 1.0,
     beta: float = 0.0,
     bias: Any = None,
+    gelu_aux: Any = None,
+    dgelu_aux: Any = None,
 ) -> None:
     """out (M, N) = alpha * op(a) (M, K) @ op(b) (K, N) + beta * out + bias (N,).
 
@@ -60,27 +83,42 @@ def matmul(
     with transpose_b. All three may have a leading batch dimension, the same in each. With beta = 0
     out is not read. bias is added to every row.
 
+    gelu_aux    shaped like out: is given the sum above, and out the GELU of it (tanh form)
+    dgelu_aux   shaped like out: out is the sum above times GELU'(dgelu_aux); takes no bias.
+                What gelu_aux was in the forward pass, dgelu_aux is in the backward pass.
+
     Device arrays (C-contiguous): a and b both float32, or both uint16 holding bfloat16; out float32
-    or, for bfloat16 inputs, uint16; bias of out's type, on a 16-byte boundary. The product is
-    queued on the current stream. Call from one thread: plans and workspace are shared.
-    NumPy arrays: all float32 or all float64.
+    or, for bfloat16 inputs, uint16. bias and the aux array are of out's type and start on a 16-byte
+    boundary; with an aux array, N is a multiple of 8. The product is queued on the current stream.
+    Call from one thread: plans and workspace are shared. The same call gives the same bits again,
+    also in another process. The first call of its kind may run the product several times.
+    NumPy arrays: the same types, or all float64.
 
     Raises ValueError or TypeError for arrays that do not go together, BlasError if cuBLASLt fails,
     UserError if CUDA cannot be used or the GPU lacks the precision.
     """
-    shape = _shape(out, a, b, bias, transpose_a, transpose_b)
+    aux = dgelu_aux if gelu_aux is None else gelu_aux
+    if dgelu_aux is not None and (gelu_aux is not None or bias is not None):
+        raise ValueError("matmul: dgelu_aux goes with neither bias nor gelu_aux")
+    shape = _shape(out, a, b, bias, aux, transpose_a, transpose_b)
+    storage, out_storage = _storage(out, a, b, bias, aux)
     if isinstance(out, np.ndarray):
-        _matmul_numpy(out, a, b, transpose_a, transpose_b, alpha, beta, bias)
+        a = a.swapaxes(-1, -2) if transpose_a else a
+        b = b.swapaxes(-1, -2) if transpose_b else b
+        blas_numpy.matmul(out, a, b, alpha, beta, bias, gelu_aux, dgelu_aux)
         return
-    storage, out_storage = _storage(out, a, b, bias)
-    arrays = out, a, b
+    bias_pointer = 0 if bias is None else _vector_pointer("bias", bias)
+    aux_pointer = 0
+    arrays = [out, a, b]
+    if aux is not None:
+        aux_pointer = _vector_pointer("the aux array", aux)
+        arrays.append(aux)
+        if out.shape[-1] % _AUX_COLUMNS:
+            raise ValueError(
+                f"matmul: out has {out.shape[-1]} columns; expected, with a GELU, a multiple of "
+                f"{_AUX_COLUMNS}; use a kernel for the GELU"
+            )
     pointers = [_pointer(x) for x in arrays]
-    bias_pointer = 0 if bias is None else _pointer(bias)
-    if bias_pointer % _BIAS_ALIGNMENT:
-        raise ValueError(
-            f"matmul: bias starts at {bias_pointer:#x}; expected a multiple of {_BIAS_ALIGNMENT} "
-            "bytes; align the buffer it is cut from"
-        )
     problem = Problem(
         *shape,
         transpose_a,
@@ -88,15 +126,16 @@ def matmul(
         storage,
         out_storage,
         bias is not None,
+        "gelu" if gelu_aux is not None else "dgelu" if dgelu_aux is not None else "",
         beta != 0.0,
         _precision if storage == "float32" else "bf16",
-        tuple(_alignment(p, x) for p, x in zip(pointers, arrays, strict=True)),
+        tuple(map(_alignment, pointers, arrays)),
     )
-    plan_for(problem)(*pointers, bias_pointer, alpha, beta, stream.handle())
+    plan_for(problem, _autotune)(*pointers[:3], bias_pointer, aux_pointer, alpha, beta)
 
 
 def _shape(
-    out: Any, a: Any, b: Any, bias: Any, transpose_a: bool, transpose_b: bool
+    out: Any, a: Any, b: Any, bias: Any, aux: Any, transpose_a: bool, transpose_b: bool
 ) -> tuple[int, int, int, int]:
     """(batch, M, N, K) of a product whose arrays fit together."""
     if 2 <= out.ndim <= 3 and out.ndim == a.ndim == b.ndim:
@@ -108,36 +147,68 @@ def _shape(
             and out.shape == (*batch, M, N)
             and a.shape[:-2] == batch == b.shape[:-2]
             and (bias is None or bias.shape == (N,))
+            and (aux is None or aux.shape == out.shape)
         ):
             return (batch[0] if batch else 1), M, N, K
     raise ValueError(
         f"matmul: out {out.shape}, a{'^T' * transpose_a} stored as {a.shape}, "
-        f"b{'^T' * transpose_b} stored as {b.shape}, bias {bias if bias is None else bias.shape}; "
-        "expected out (M, N), op(a) (M, K), op(b) (K, N), bias (N,), with the same leading batch "
-        "dimension on out, a and b or on none"
+        f"b{'^T' * transpose_b} stored as {b.shape}, bias {bias if bias is None else bias.shape}"
+        f"{'' if aux is None else f', aux {aux.shape}'}; "
+        "expected out (M, N), op(a) (M, K), op(b) (K, N), bias (N,), aux like out, with the same "
+        "leading batch dimension on out, a and b or on none"
     )
 
 
-def _storage(out: Any, a: Any, b: Any, bias: Any) -> tuple[str, str]:
-    """Storage of the inputs and of the output of a product of device arrays."""
-    arrays = {"out": out, "a": a, "b": b} | ({} if bias is None else {"bias": bias})
+def _storage(out: Any, a: Any, b: Any, bias: Any, aux: Any) -> tuple[str, str]:
+    """Storage of the inputs and of the output of a product."""
+    fits = _fits_host if isinstance(out, np.ndarray) else _fits_device
+    arrays = {"out": out, "a": a, "b": b, "bias": bias, "aux": aux}
+    found = {}
     for name, x in arrays.items():
-        if isinstance(x, np.ndarray) or x.dtype.char not in _STORAGE or not x.is_c_contiguous():
+        if x is None:
+            continue
+        if not fits(x):
+            where = "as out is a NumPy array, one of float32, float64 or uint16 (bfloat16)"
+            if fits is _fits_device:
+                where = (
+                    "as out is on the GPU, a C-contiguous device array of float32 or uint16 "
+                    "(bfloat16)"
+                )
             raise TypeError(
-                f"matmul: {name} is a {type(x).__name__} of {x.dtype}; expected, as out is on the "
-                "GPU, a C-contiguous device array of float32 or uint16 (bfloat16)"
+                f"matmul: {name} is a {type(x).__name__} of {x.dtype}; expected, {where}"
             )
-    found = {name: _STORAGE[x.dtype.char] for name, x in arrays.items()}
-    if (
-        found["a"] != found["b"]
-        or found.get("bias", found["out"]) != found["out"]
-        or (found["a"], found["out"]) == ("float32", "bfloat16")
-    ):
+        found[name] = _STORAGE[x.dtype.char]
+    kind = found["a"], found["out"]
+    like_out = found.get("bias", kind[1]), found.get("aux", kind[1])
+    if found["a"] != found["b"] or kind not in _ALLOWED or like_out != (kind[1], kind[1]):
         raise TypeError(
-            f"matmul: types are {found}; expected a and b alike, bias like out, and a bfloat16 out "
-            "only of bfloat16 inputs"
+            f"matmul: types are {found}; expected a and b alike, bias and aux like out (a bfloat16 "
+            "out takes a bfloat16 bias), and a bfloat16 out only of bfloat16 inputs"
         )
-    return found["a"], found["out"]
+    return kind
+
+
+def _fits_host(array: Any) -> bool:
+    return isinstance(array, np.ndarray) and array.dtype.char in _STORAGE
+
+
+def _fits_device(array: Any) -> bool:
+    return (
+        not isinstance(array, np.ndarray)
+        and array.dtype.char in _STORAGE
+        and array.dtype.itemsize < 8
+        and array.is_c_contiguous()
+    )
+
+
+def _vector_pointer(name: str, array: Any) -> int:
+    pointer = _pointer(array)
+    if pointer % VECTOR_BYTES:
+        raise ValueError(
+            f"matmul: {name} starts at {pointer:#x}; expected a multiple of {VECTOR_BYTES} "
+            "bytes; align the buffer it is cut from"
+        )
+    return pointer
 
 
 def _pointer(array: Any) -> int:
@@ -149,34 +220,3 @@ def _alignment(pointer: int, array: Any) -> int:
     stride = array.shape[-1] * array.shape[-2] * array.dtype.itemsize if array.ndim > 2 else 0
     bits = pointer | stride | 256
     return bits & -bits
-
-
-def _matmul_numpy(
-    out: Any,
-    a: Any,
-    b: Any,
-    transpose_a: bool,
-    transpose_b: bool,
-    alpha: float,
-    beta: float,
-    bias: Any,
-) -> None:
-    arrays = [out, a, b] if bias is None else [out, a, b, bias]
-    types = {str(x.dtype) if isinstance(x, np.ndarray) else type(x).__name__ for x in arrays}
-    if types not in ({"float32"}, {"float64"}):
-        raise TypeError(
-            f"matmul: types are {sorted(types)}; expected NumPy arrays that are all float32 or all "
-            "float64"
-        )
-    if transpose_a:
-        a = a.swapaxes(-1, -2)
-    if transpose_b:
-        b = b.swapaxes(-1, -2)
-    if alpha == 1.0 and beta == 0.0:
-        np.matmul(a, b, out=out)
-    else:
-        product = alpha * np.matmul(a, b)
-        # Not 0 * out: what is there may be NaN.
-        out[...] = product if beta == 0.0 else product + beta * out
-    if bias is not None:
-        out += bias

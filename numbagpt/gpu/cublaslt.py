@@ -14,46 +14,18 @@ and nothing is moved in memory. One value per row is just what its bias epilogue
 """
 
 import functools
+import re
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
 
 import numpy as np
 
 from numbagpt.errors import UserError
-from numbagpt.gpu import runtime
+from numbagpt.gpu import autotune, runtime, stream
+from numbagpt.gpu.blas_problem import VECTOR_BYTES, BlasError, Problem
+from numbagpt.gpu.choices import Choices
 
-_CANDIDATES = 1  # algorithms asked of the heuristic; the first is taken
-
-
-class BlasError(RuntimeError):
-    """cuBLASLt refused or failed; the message names the shapes, types and transposes."""
-
-
-class Problem(NamedTuple):
-    """Everything that cuBLASLt's choice of an algorithm depends on: the key of a plan."""
-
-    batch: int
-    M: int
-    N: int
-    K: int
-    transpose_a: bool
-    transpose_b: bool
-    storage: str  # of a and b: float32 or bfloat16
-    out_storage: str  # of out and bias
-    has_bias: bool
-    accumulates: bool  # beta is not 0
-    precision: str  # fp32, tf32 or bf16
-    alignments: tuple[int, int, int]  # of out, a, b, in bytes
-
-    def __str__(self) -> str:
-        a = f"a{'^T' * self.transpose_a} ({self.M}, {self.K}) {self.storage}"
-        b = f"b{'^T' * self.transpose_b} ({self.K}, {self.N}) {self.storage}"
-        return (
-            f"out ({self.M}, {self.N}) {self.out_storage} {'+=' if self.accumulates else '='} "
-            f"{a} @ {b}{' + bias' * self.has_bias}"
-            f"{f', batch of {self.batch}' * (self.batch > 1)}, {self.precision}, "
-            f"out, a, b aligned to {', '.join(map(str, self.alignments))} bytes"
-        )
+# A cublasLtMatmulAlgo_t, which NVIDIA allows to store, and to restore for the same cuBLASLt.
+_ALGORITHM_BYTES = 64
 
 
 class _Library:
@@ -87,25 +59,30 @@ class _Library:
         self.workspace_bytes = (32 if self.capability >= (9, 0) else 4) * 1024**2
         self._workspace = cuda.device_array(self.workspace_bytes, np.uint8)
         self.workspace = self._workspace.device_ctypes_pointer.value
+        identity = f"{info.name} {info.compute_capability} {info.multiprocessors} multiprocessors"
+        identity += f" cuBLASLt {cublasLt.get_version()}"
+        self.choices = Choices(re.sub(r"\W+", "-", identity) + ".json")
 
 
 library = functools.cache(_Library)
 
 
 @functools.cache
-def plan_for(problem: Problem) -> "Plan":
+def plan_for(problem: Problem, tuned: bool) -> "Plan":
     """The plan for a kind of product, made at its first use and kept to the end of the process.
 
+    tuned   whether its algorithm is chosen by timing, at the plan's first call, or is the one that
+            cuBLASLt puts first
     Raises BlasError, naming the product, if cuBLASLt has no algorithm for it; UserError if CUDA
     cannot be used or the GPU lacks the precision.
     """
-    return Plan(library(), problem)
+    return Plan(library(), problem, tuned)
 
 
 class Plan:
-    """One kind of product: cuBLASLt's descriptors of it and the algorithm it chose."""
+    """One kind of product: cuBLASLt's descriptors of it and an algorithm."""
 
-    def __init__(self, library: _Library, problem: Problem) -> None:
+    def __init__(self, library: _Library, problem: Problem, tuned: bool) -> None:
         if problem.precision != "fp32" and library.capability < (8, 0):
             raise UserError(
                 f"precision {problem.precision} needs compute capability 8.0 (Ampere) or newer; "
@@ -117,9 +94,16 @@ class Plan:
         self._scalars = np.zeros(2, np.float32)
         self._alpha = self._scalars.ctypes.data
         self._beta = self._alpha + self._scalars.itemsize
+        self._address = np.zeros(1, np.int64)
+        self._address_pointer = self._address.ctypes.data
         try:
             self._describe()
-            self._choose_algorithm()
+            stored = library.choices.get(str(problem)) if tuned else None
+            self.algorithm = None if stored is None else self._restored(stored)
+            if self.algorithm is None:
+                self._candidates = self._proposed(autotune.CANDIDATES if tuned else 1)
+                if len(self._candidates) == 1:
+                    self.algorithm = self._candidates[0]
         except library.lt.cuBLASLtError as error:
             raise BlasError(f"cuBLASLt cannot do {problem}: {error}") from error
 
@@ -129,27 +113,37 @@ class Plan:
         compute = library.compute["fp32" if p.storage == "bfloat16" else p.precision]
         self._operation = lt.matmul_desc_create(compute, library.types["float32"])
         attribute = lt.MatmulDescAttribute
-        settings = [(attribute.TRANSA, p.transpose_b), (attribute.TRANSB, p.transpose_a)]
+        parts = {"": [], "gelu": ["GELU_AUX"], "dgelu": ["DGELU"]}[p.activation]
+        epilogue = "_".join(parts + ["BIAS"] * p.has_bias) or "DEFAULT"
+        settings = [
+            (attribute.TRANSA, p.transpose_b),
+            (attribute.TRANSB, p.transpose_a),
+            (attribute.EPILOGUE, lt.Epilogue[epilogue]),
+        ]
+        # Calls put in their own addresses. For choosing an algorithm cuBLASLt looks at nothing but
+        # their alignment, so give it addresses that are aligned no better than promised.
         if p.has_bias:
             settings += [
-                (attribute.EPILOGUE, lt.Epilogue.BIAS),
                 (attribute.BIAS_DATA_TYPE, library.types[p.out_storage]),
-                # Any aligned address does for choosing an algorithm; calls put in their own.
-                (attribute.BIAS_POINTER, library.workspace),
+                (attribute.BIAS_POINTER, library.workspace + VECTOR_BYTES),
             ]
-        self._set_operation(settings)
-        self._a = self._layout(p.storage, (p.K, p.M) if p.transpose_a else (p.M, p.K))
-        self._b = self._layout(p.storage, (p.N, p.K) if p.transpose_b else (p.K, p.N))
-        self._out = self._layout(p.out_storage, (p.M, p.N))
-
-    def _set_operation(self, settings: Iterable[tuple[int, int]]) -> None:
-        lt = self._library.lt
+        if p.activation:
+            # aux has out's type unless told otherwise.
+            settings += [
+                (attribute.EPILOGUE_AUX_LD, p.N),
+                (attribute.EPILOGUE_AUX_POINTER, library.workspace + p.alignments[3]),
+            ]
+            if p.batch > 1:
+                settings += [(attribute.EPILOGUE_AUX_BATCH_STRIDE, p.M * p.N)]
         _set(
             lt.matmul_desc_set_attribute,
             lt.get_matmul_desc_attribute_dtype,
             self._operation,
             settings,
         )
+        self._a = self._layout(p.storage, (p.K, p.M) if p.transpose_a else (p.M, p.K))
+        self._b = self._layout(p.storage, (p.N, p.K) if p.transpose_b else (p.K, p.N))
+        self._out = self._layout(p.out_storage, (p.M, p.N))
 
     def _layout(self, storage: str, shape: tuple[int, int]) -> int:
         """A row-major matrix, described by its column-major transpose."""
@@ -168,13 +162,19 @@ class Plan:
             )
         return layout
 
-    def _choose_algorithm(self) -> None:
-        """Take the algorithm that cuBLASLt's heuristic puts first."""
+    def _proposed(self, count: int) -> list[np.ndarray]:
+        """Up to `count` algorithms, the one that cuBLASLt thinks fastest first.
+
+        Only such as give the same bits in every run, and sum in float32: a dot product is summed in
+        one sequence, or in parts that are kept in float32 and added in a step of their own. Left
+        out are those that add the parts in out itself, rounding to out's type each time and in an
+        order that is not documented (INPLACE), or that round parts to out's type (OUTPUT_TYPE).
+        """
         library, lt = self._library, self._library.lt
-        out, a, b = self.problem.alignments
+        out, a, b = self.problem.alignments[:3]
         attribute = lt.MatmulPreferenceAttribute
         preference = lt.matmul_preference_create()
-        self._results = lt.MatmulHeuristicResult(_CANDIDATES)
+        results = np.zeros(count, lt.matmul_heuristic_result_dtype)
         found = np.zeros(1, np.int32)
         try:
             _set(
@@ -183,6 +183,7 @@ class Plan:
                 preference,
                 [
                     (attribute.MAX_WORKSPACE_BYTES, library.workspace_bytes),
+                    (attribute.REDUCTION_SCHEME_MASK, lt.ReductionScheme.COMPUTE_TYPE),
                     (attribute.MIN_ALIGNMENT_A_BYTES, b),
                     (attribute.MIN_ALIGNMENT_B_BYTES, a),
                     (attribute.MIN_ALIGNMENT_C_BYTES, out),
@@ -197,30 +198,79 @@ class Plan:
                 self._out,
                 self._out,
                 preference,
-                _CANDIDATES,
-                self._results.ptr,
+                count,
+                results.ctypes.data,
                 found.ctypes.data,
             )
         finally:
             lt.matmul_preference_destroy(preference)
-        if found[0] == 0:
+        results = results[: found[0]]
+        usable = [algorithm.copy() for algorithm in results["algo"]["data_"][results["state"] == 0]]
+        if not usable:
             raise BlasError(f"cuBLASLt has no algorithm for {self.problem}")
-        self._algorithm = self._results.ptr  # the algorithm is the result's first member
+        return usable
+
+    def _restored(self, stored: bytes) -> np.ndarray | None:
+        """The algorithm that these bytes are; None if cuBLASLt does not take it for the problem."""
+        library, lt = self._library, self._library.lt
+        if len(stored) != _ALGORITHM_BYTES:
+            return None
+        algorithm = np.frombuffer(stored, np.uint64).copy()
+        result = np.zeros(1, lt.matmul_heuristic_result_dtype)
+        try:
+            lt.matmul_algo_check(
+                library.handle,
+                self._operation,
+                self._b,
+                self._a,
+                self._out,
+                self._out,
+                algorithm.ctypes.data,
+                result.ctypes.data,
+            )
+        except lt.cuBLASLtError:
+            return None
+        return algorithm if result["workspace_size"][0] <= library.workspace_bytes else None
 
     def __call__(
-        self, out: int, a: int, b: int, bias: int, alpha: float, beta: float, stream: int
+        self, out: int, a: int, b: int, bias: int, aux: int, alpha: float, beta: float
     ) -> None:
-        """Queue the product on a stream (a CUstream). out, a, b and bias are device addresses.
+        """Queue the product on the current stream. out, a, b, bias and aux are device addresses.
+
+        Raises BlasError, naming the product, if cuBLASLt fails; GraphError if the algorithm is
+        still to be chosen by timing and the stream is being captured.
+        """
+        attribute = self._library.lt.MatmulDescAttribute
+        self._scalars[:] = alpha, beta
+        # At each call, so that all layers share a plan. cuBLASLt copies the addresses into the
+        # launch, so that a graph keeps the captured ones.
+        if self.problem.has_bias:
+            self._set_address(attribute.BIAS_POINTER, bias)
+        if self.problem.activation:
+            self._set_address(attribute.EPILOGUE_AUX_POINTER, aux)
+        if self.algorithm is None:
+            self._choose(out, a, b, aux)
+        self.run(self.algorithm, out, a, b)
+
+    def _choose(self, out: int, a: int, b: int, aux: int) -> None:
+        algorithm, timed = autotune.choose(self, self._candidates, out, a, b, aux)
+        if timed:
+            self._library.choices.put(str(self.problem), algorithm.tobytes())
+        self.algorithm = algorithm
+
+    def _set_address(self, attribute: int, address: int) -> None:
+        self._address[0] = address
+        self._library.lt.matmul_desc_set_attribute(
+            self._operation, int(attribute), self._address_pointer, self._address.itemsize
+        )
+
+    def run(self, algorithm: np.ndarray, out: int, a: int, b: int) -> None:
+        """Queue the product with everything else as in the last call.
 
         Raises BlasError, naming the product, if cuBLASLt fails.
         """
         library, lt = self._library, self._library.lt
-        self._scalars[:] = alpha, beta
         try:
-            if self.problem.has_bias:
-                # Set at each call, so that all layers share a plan; it costs a microsecond or two.
-                # cuBLASLt copies the address into the launch, so a graph keeps the captured one.
-                self._set_operation([(lt.MatmulDescAttribute.BIAS_POINTER, bias)])
             lt.matmul(
                 library.handle,
                 self._operation,
@@ -234,10 +284,10 @@ class Plan:
                 self._out,
                 out,
                 self._out,
-                self._algorithm,
+                algorithm.ctypes.data,
                 library.workspace,
                 library.workspace_bytes,
-                stream,
+                stream.handle(),
             )
         except lt.cuBLASLtError as error:
             raise BlasError(f"cuBLASLt failed in {self.problem}: {error}") from error
