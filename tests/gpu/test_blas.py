@@ -377,10 +377,13 @@ GPU_TOLERANCES = {"fp32": 1e-5, "tf32": 2e-3, "bf16": 1e-2}
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", AUX_OPTIONS, ids=str)
 @pytest.mark.parametrize("transposes", [(False, True), (False, False)])
-@pytest.mark.parametrize("shape", [*AUX_SHAPES, (0, 256, 3072, 768), (0, 1000, 768, 3072)])
+@pytest.mark.parametrize(
+    "shape",
+    [(0, 1, 8, 8), (0, 37, 144, 40), (3, 37, 24, 40), (0, 256, 3072, 768), (0, 999, 768, 3072)],
+)
 @pytest.mark.parametrize("precision", GPU_TOLERANCES)
 def test_gelu_on_the_gpu(shape, transposes, options, precision):
-    """Forward the MLP has b^T, backward it has b."""
+    """Forward the MLP has b^T, backward it has b. Rows are vectors, as a model's are."""
     blas.set_precision(precision)
     case = stored(shape, transposes, options, "bfloat16" if precision == "bf16" else "float32")
     assert case.error(case.run(cuda.to_device, from_gpu)) <= GPU_TOLERANCES[precision]
