@@ -18,6 +18,8 @@ Each operand of the text, `$x`, is a parameter of the function or `result`, and 
     Read(type, n)       n registers from a local array, which the instruction only reads
     Update(type, n)     n registers which it reads and writes back
     Write(type, n)      n registers which it writes
+                        With first=True the function has a second parameter behind the array, as for
+                        an address: the element at which the n registers begin
     Bytes(n)            from a truth value: n where it is true, 0 where it is false
 
 `$frag` of a register array expands to {r0,r1,…} and `$frag[4:8]` to a part of it.
@@ -43,7 +45,7 @@ from numba.cuda.extending import intrinsic
 
 from numbagpt.gpu.simulator import register_meaning
 
-_SHARED_SPACE = 3  # LLVM's number for the address space of shared memory
+SHARED_SPACE = 3  # LLVM's number for the address space of shared memory
 
 
 # ---- kinds of operands ---------------------------------------------------------------------------
@@ -65,7 +67,10 @@ I64 = Number("l", types.int64, ir.IntType(64))
 
 @dataclass(frozen=True)
 class Address:
-    """Address of array[offset]: 32 bits in shared memory's own window, 64 bits otherwise."""
+    """Address of array[offset]: 32 bits in shared memory's own window, 64 bits otherwise.
+
+    number: the register that the operand takes.
+    """
 
     number: Number
     shared: bool
@@ -74,7 +79,7 @@ class Address:
         pointer = context.make_array(array_type)(context, builder, value=array).data
         if self.shared:
             # An offset in 32 bits, from a pointer that LLVM knows to be one into shared memory.
-            pointer = builder.addrspacecast(pointer, pointer.type.pointee.as_pointer(_SHARED_SPACE))
+            pointer = builder.addrspacecast(pointer, pointer.type.pointee.as_pointer(SHARED_SPACE))
             start = builder.ptrtoint(pointer, ir.IntType(32))
             offset = context.cast(builder, offset[0], offset[1], types.int32)
             size = ir.Constant(ir.IntType(32), array_type.dtype.bitwidth // 8)
@@ -96,24 +101,33 @@ class Bytes:
 
 @dataclass(frozen=True)
 class Registers:
-    """The first `n` elements of a local array, of 32 bits each."""
+    """`n` elements of a local array, 32 bits each: the first n, or from the one that is named."""
 
     number: Number
     n: int
     read: bool
     written: bool
+    first: bool
+
+    def elements(self, context, builder, array_type, array, first) -> list:
+        """Pointers to them; `first` is the value and type of the argument behind the array."""
+        i32 = ir.IntType(32)
+        pointer = context.make_array(array_type)(context, builder, value=array).data
+        if self.first:
+            pointer = builder.gep(pointer, [context.cast(builder, *first, types.int32)])
+        return [builder.gep(pointer, [ir.Constant(i32, i)]) for i in range(self.n)]
 
 
-def Read(number: Number, n: int) -> Registers:
-    return Registers(number, n, True, False)
+def Read(number: Number, n: int, first: bool = False) -> Registers:
+    return Registers(number, n, True, False, first)
 
 
-def Update(number: Number, n: int) -> Registers:
-    return Registers(number, n, True, True)
+def Update(number: Number, n: int, first: bool = False) -> Registers:
+    return Registers(number, n, True, True, first)
 
 
-def Write(number: Number, n: int) -> Registers:
-    return Registers(number, n, False, True)
+def Write(number: Number, n: int, first: bool = False) -> Registers:
+    return Registers(number, n, False, True, first)
 
 
 class Ptx:
@@ -179,7 +193,7 @@ def _emit(context, builder, form: Ptx, arguments: dict, names: Sequence[str], vo
         place["result"] = [0]
         outputs.append((form.result, None))
     elements = {
-        name: _elements(context, builder, *arguments[name], kind.n)
+        name: kind.elements(context, builder, *_array_and_next(name, arguments, names))
         for name, kind in form.operands.items()
         if isinstance(kind, Registers)
     }
@@ -227,9 +241,11 @@ def _emit(context, builder, form: Ptx, arguments: dict, names: Sequence[str], vo
     return result
 
 
-def _elements(context, builder, array, array_type, n: int) -> list:
-    pointer = context.make_array(array_type)(context, builder, value=array).data
-    return [builder.gep(pointer, [ir.Constant(ir.IntType(32), i)]) for i in range(n)]
+def _array_and_next(name: str, arguments: dict, names: Sequence[str]) -> tuple:
+    """Type and value of the array `name`, and the argument behind it, None where there is none."""
+    array, array_type = arguments[name]
+    behind = names[names.index(name) + 1 :]
+    return array_type, array, arguments[behind[0]] if behind else None
 
 
 def _operand(context, builder, kind, name: str, arguments: dict, names: Sequence[str]):
@@ -240,7 +256,7 @@ def _operand(context, builder, kind, name: str, arguments: dict, names: Sequence
     if isinstance(kind, Bytes):
         truth = context.cast(builder, value, numba_type, types.boolean)
         return builder.select(truth, I32.llvm(kind.n), I32.llvm(0))
-    return kind.value(context, builder, numba_type, value, arguments[names[names.index(name) + 1]])
+    return kind.value(context, builder, *_array_and_next(name, arguments, names))
 
 
 def _letter(kind) -> str:

@@ -5,19 +5,22 @@ once; a kernel that forgets to wait for one therefore looks right there, and onl
 """
 
 import numpy as np
+from llvmlite import ir
+from numba.cuda.extending import intrinsic
 
 from numbagpt.gpu.instruction import (
     F32,
     GLOBAL,
     I32,
     SHARED,
+    SHARED_SPACE,
     Bytes,
     Ptx,
     Read,
     Write,
     instruction,
 )
-from numbagpt.gpu.simulator import checked_slice
+from numbagpt.gpu.simulator import checked_slice, register_meaning
 from numbagpt.gpu.vec import bf16_to_float32, float32_to_bf16
 
 # ---- arithmetic: one instruction each, with the last bit or two of the result uncertain ----------
@@ -85,6 +88,32 @@ def bf16_high(word):
 
 
 # ---- shared memory -------------------------------------------------------------------------------
+
+
+@intrinsic
+def keep_address(typingctx, array):
+    """The same shared array, whose address is found once and kept in a register.
+
+    The address of shared memory is a constant to the compiler, which would look it up again before
+    each use; and that takes a slow instruction on Hopper.
+    """
+
+    def codegen(context, builder, signature, args):
+        array_type = signature.args[0]
+        made = context.make_array(array_type)(context, builder, value=args[0])
+        generic = made.data.type
+        pointer = generic.pointee.as_pointer(SHARED_SPACE)
+        word = ir.IntType(32)
+        address = builder.ptrtoint(builder.addrspacecast(made.data, pointer), word)
+        move = ir.InlineAsm(ir.FunctionType(word, [word]), "mov.b32 $0, $1;", "=r,r")
+        kept = builder.inttoptr(builder.call(move, [address]), pointer)
+        made.data = builder.addrspacecast(kept, generic)
+        return made._getvalue()
+
+    return array(array), codegen
+
+
+register_meaning(keep_address, lambda array: array)
 
 
 @instruction("st.shared.b32 [$tile], $word;", volatile=True, tile=SHARED, word=I32)

@@ -63,6 +63,9 @@ from numbagpt.gpu.vec import width
 
 THREADS = 128  # of a block: four warps, 16 rows of a tile each
 
+LOG2E = float32(1.4426950408889634)  # exp(x) = 2 ** (x * LOG2E)
+LN2 = float32(0.6931471805599453)  # log(x) = log2(x) * LN2
+
 # Heads whose blocks run side by side. Blocks of one head read the same K and V, those of too many
 # heads push each other's out of the second-level cache.
 HEADS_TOGETHER = 48
@@ -97,6 +100,18 @@ def swizzled(row, chunk, rows, chunks):
 
 
 @device_function
+def my_chunk(stride, per_chunk, chunks):
+    """Where this thread's part of a tile lies, from the tile's first row on in global memory.
+
+    Threads side by side take the chunks of a row, as far as a panel goes, then of the next row.
+    stride: elements from one row to the next; per_chunk: elements in 16 bytes.
+    """
+    thread = uint32(cuda.threadIdx.x)
+    across = uint32(min(chunks, 8))
+    return int64(thread // across) * stride + int64(thread % across) * per_chunk
+
+
+@device_function
 def load_tile(tile, offset, source, start, stride, first, T, rows, chunks):
     """Start to copy `rows` rows of T into a tile, by THREADS threads; zeros from row T on.
 
@@ -106,22 +121,32 @@ def load_tile(tile, offset, source, start, stride, first, T, rows, chunks):
     first           number of the tile's first row, among the T
     rows, chunks    of the tile: constants
     """
+    start += my_chunk(stride, width(tile), chunks)
+    load_my_chunks(tile, offset, source, start, stride, first, T, rows, chunks)
+
+
+@device_function
+def load_my_chunks(tile, offset, source, start, stride, first, T, rows, chunks):
+    """load_tile for a loop: `start` has my_chunk(…) in it already, which is then computed once."""
+    across = min(chunks, 8)  # chunks of a row that are copied at a time: a panel's
+    step = THREADS // across  # and rows
     thread = uint32(cuda.threadIdx.x)
-    chunk = int32(thread % uint32(chunks))
-    row = int32(thread // uint32(chunks))
-    step = THREADS // chunks  # rows that the threads copy at a time
-    start += int64(row) * stride + chunk * width(tile)
+    row = int32(thread // uint32(across))
+    place = swizzled(row, int32(thread % uint32(across)), rows, chunks)
+    at = int32(offset + place * width(tile))
+    # The swizzle repeats after 8 lines of 128 bytes, and a step is 16: the place moves in line.
     if int32(first + rows) <= T:
-        for i in range(rows // step):
-            place = swizzled(row + i * step, chunk, rows, chunks)
-            at = int32(offset + place * width(tile))
-            copy_async(tile, at, source, start + (i * step) * stride)
+        for panel in range(chunks // across):
+            for i in range(rows // step):
+                to = int32(at + (panel * rows + i * step) * across * width(tile))
+                copy_async(tile, to, source, start + panel * 8 * width(tile) + (i * step) * stride)
     else:
-        for i in range(rows // step):
-            place = swizzled(row + i * step, chunk, rows, chunks)
-            at = int32(offset + place * width(tile))
-            there = int32(first + row + i * step) < T
-            copy_async_or_zero(tile, at, source, start + (i * step) * stride, there)
+        for panel in range(chunks // across):
+            for i in range(rows // step):
+                to = int32(at + (panel * rows + i * step) * across * width(tile))
+                here = start + panel * 8 * width(tile) + (i * step) * stride
+                there = int32(first + row + i * step) < T
+                copy_async_or_zero(tile, to, source, here, there)
 
 
 @device_function
