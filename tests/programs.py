@@ -36,12 +36,11 @@ def command(program: str, *arguments: object) -> list[str]:
 
 
 def run(program: str, *arguments: object, cwd: Path, **options) -> subprocess.CompletedProcess:
-    """Run a program as a user does, with its output captured as text."""
-    environment = os.environ | {"NUMBA_DISABLE_CUDA": "1", "OMP_NUM_THREADS": "1"}
+    """Run a program as a user with no GPU does, with its output captured as text."""
     return subprocess.run(
         command(program, *arguments),
         cwd=cwd,
-        env=environment,
+        env=os.environ | {"NUMBA_DISABLE_CUDA": "1"},
         capture_output=True,
         text=True,
         timeout=600,

@@ -1,8 +1,19 @@
-"""MFU, peaks by GPU name, durations."""
+"""MFU, peaks by GPU name, durations, the line of a step."""
+
+import math
+from pathlib import Path
 
 import pytest
 
-from numbagpt.metrics import PEAKS, flops_per_token, format_duration, format_mfu, peak_flops
+from numbagpt.errors import UserError
+from numbagpt.metrics import (
+    PEAKS,
+    Progress,
+    flops_per_token,
+    format_duration,
+    format_mfu,
+    peak_flops,
+)
 
 
 @pytest.mark.parametrize(
@@ -82,3 +93,48 @@ def test_mfu():
 )
 def test_duration(seconds, text):
     assert format_duration(seconds) == text
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Time stands still until a test moves it."""
+
+    class Clock:
+        now = 0.0
+
+    monkeypatch.setattr("time.perf_counter", lambda: Clock.now)
+    return Clock
+
+
+def test_progress_prints_rates_and_the_time_left(clock, capsys):
+    progress = Progress(100, tokens_per_step=1000, flops_per_token=2_000_000, peak=1e12)
+    clock.now = 30.0
+    progress.report(10.82564, 1.5, 2e-4)
+    clock.now = 30.1
+    progress.report(9.5, 0.12345, 4e-4)
+    clock.now = 50.0
+    progress.restart_clock()  # twenty seconds went into something else
+    clock.now = 50.2
+    progress.report(9.25, 12.0, 6e-4)
+    assert capsys.readouterr().out.splitlines() == [
+        "step   1/100 | loss 10.8256 | norm 1.500 | lr 2.00e-04 | 30000.0 ms | 33 tok/s | MFU 0.0%",
+        # the first step, which compiled, is not held against the 98 that are left
+        "step   2/100 | loss 9.5000 | norm 0.123 | lr 4.00e-04"
+        " | 100.0 ms | 10,000 tok/s | MFU 2.0% | 10s left",
+        "step   3/100 | loss 9.2500 | norm 12.000 | lr 6.00e-04"
+        " | 200.0 ms | 5,000 tok/s | MFU 1.0% | 11s left",
+    ]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("which", ["loss", "gradient norm"])
+def test_progress_stops_at_what_is_not_finite(bad, which, capsys):
+    progress = Progress(10, 1, 1, None)
+    progress.report(1.0, 1.0, 1.0)
+    progress.last_checkpoint = Path("out/model_00000001.bin")
+    values = (bad, 1.0) if which == "loss" else (1.0, bad)
+    expected = f"the {which} of step 2 is {bad}; the last good checkpoint is {Path('out')}"
+    with pytest.raises(UserError) as error:
+        progress.report(*values, 1.0)
+    assert str(error.value).startswith(expected)
+    assert len(capsys.readouterr().out.splitlines()) == 1

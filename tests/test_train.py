@@ -93,6 +93,15 @@ def test_one_seed_gives_bit_identical_runs(flags, reports, tmp_path, monkeypatch
     assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
 
 
+@pytest.mark.gpu
+def test_the_gpu_repeats_itself_and_agrees_with_the_cpu(flags, reports):
+    for device in ("cuda", "cuda", "cpu"):
+        train.main(flags(device=device, precision="fp32", num_iterations=8, learning_rate=0.01))
+    first, second, cpu = (reports.losses[i : i + 8] for i in (0, 8, 16))
+    assert first == second
+    np.testing.assert_allclose(first, cpu, rtol=1e-4)
+
+
 def test_accumulated_batches_equal_one_large_batch(flags, reports, tmp_path):
     large = tmp_path / "large"
     small = tmp_path / "small"
