@@ -13,7 +13,7 @@ CASES = [
     for k in offline.program_kernels()
     for signature in k.signatures
     for word in [offline.storage(signature)]
-    for cc in offline.architectures(signature)
+    for cc in offline.architectures(k, signature)
 ]
 
 
@@ -24,6 +24,7 @@ def test_kernel(k, signature, cc):
     resources = offline.assemble(ptx)
     assert resources.spills == 0, f"too few registers for {k.max_threads} threads: {resources}"
     assert resources.stack == 0, f"a local array is not in registers: {resources}"
+    assert resources.repairs == 0, f"wgmma has to wait where it should not: {resources}"
 
 
 def test_every_operation_is_there():

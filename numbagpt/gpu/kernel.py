@@ -15,6 +15,7 @@ and inspected on a machine with no GPU; and the reader sees what the arguments a
 from collections.abc import Callable, Sequence
 
 import numpy as np
+from cuda.bindings import driver
 from numba import cuda
 from numba.core import types
 from numba.core.typing.templates import Signature
@@ -43,7 +44,12 @@ def device_function(function: Callable) -> Callable:
 
 
 def kernel(
-    *signatures: Signature, max_threads: int, min_blocks: int = 1, fastmath: bool = True
+    *signatures: Signature,
+    max_threads: int,
+    min_blocks: int = 1,
+    fastmath: bool = True,
+    minimum: tuple[int, int] = (7, 5),
+    exactly: tuple[int, int] | None = None,
 ) -> Callable[[Callable], "Kernel"]:
     """Make a kernel of a Python function.
 
@@ -54,33 +60,40 @@ def kernel(
                  many registers a thread may take (CUDA's __launch_bounds__)
     fastmath     approximate division and square root, denormals flushed to zero, no NaN and no
                  infinity assumed
+    minimum      compute capability that the kernel's instructions came with
+    exactly      the only compute capability that has them, for instructions such as wgmma that
+                 NVIDIA does not promise to keep: the compiler must be told that one is meant
     """
 
     def wrap(function: Callable) -> Kernel:
-        return Kernel(function, signatures, max_threads, min_blocks, fastmath)
+        options = {"fastmath": fastmath, "launch_bounds": (max_threads, min_blocks)}
+        return Kernel(function, signatures, options, minimum, exactly)
 
     return wrap
 
 
 class Kernel:
-    """A Python function with the signatures it can be compiled for. Launch it as k[grid, block](...)."""
+    """A Python function and the signatures it can be compiled for; k[grid, block](...) runs it."""
 
     def __init__(
         self,
         function: Callable,
         signatures: Sequence[Signature],
-        max_threads: int,
-        min_blocks: int,
-        fastmath: bool,
+        options: dict,
+        minimum: tuple[int, int],
+        exactly: tuple[int, int] | None,
     ) -> None:
         self.function = function
         self.signatures = tuple(signatures)
-        self.max_threads = max_threads
-        self.options = {"fastmath": fastmath, "launch_bounds": (max_threads, min_blocks)}
+        self.options = options
+        self.max_threads = options["launch_bounds"][0]
+        self.minimum = minimum
+        self.exactly = exactly
         self.__name__ = function.__name__
         self.__doc__ = function.__doc__
         self.__module__ = function.__module__
         self._dispatchers: dict[Signature, object] = {}
+        self._dynamic_shared: dict[Signature, int] = {}  # bytes that a launch may ask for
         _registry.append(self)
 
     def __repr__(self) -> str:
@@ -98,12 +111,22 @@ class Kernel:
                 flat = [_cast(a, t) for a, t in zip(flat, signature.args, strict=True)]
                 simulator.run_kernel(self.function, grid, block, shared_bytes, flat)
             else:
-                self.compiled(signature)[grid, block, stream.current(), shared_bytes](*flat)
+                dispatcher = self.compiled(signature)
+                if shared_bytes > self._dynamic_shared.get(signature, 0):
+                    _allow_dynamic_shared(dispatcher, shared_bytes)
+                    self._dynamic_shared[signature] = shared_bytes
+                dispatcher[grid, block, stream.current(), shared_bytes](*flat)
 
         return launch
 
+    def runs_on(self, compute_capability: tuple[int, int]) -> bool:
+        """Whether GPUs of this compute capability have the kernel's instructions."""
+        if self.exactly:
+            return compute_capability == self.exactly
+        return compute_capability >= self.minimum
+
     def signature_for(self, arguments: Sequence) -> Signature:
-        """The signature whose array types are those of the arguments; TypeError if there is none."""
+        """The signature whose array types the arguments have; TypeError if there is none."""
         for signature in self.signatures:
             if len(signature.args) == len(arguments) and all(
                 _accepts(t, a) for t, a in zip(signature.args, arguments, strict=True)
@@ -122,10 +145,24 @@ class Kernel:
 
     def ptx(self, signature: Signature, compute_capability: tuple) -> str:
         """PTX text for a compute capability such as (9, 0). Needs no GPU."""
+        if compute_capability == self.exactly:
+            compute_capability = (*compute_capability, "a")
         text, _ = cuda.compile_ptx(
             self.function, signature.args, cc=compute_capability, **self.options
         )
         return text
+
+
+def _allow_dynamic_shared(dispatcher, nbytes: int) -> None:
+    """Let a compiled kernel be launched with so much dynamic shared memory.
+
+    Without being told, the driver allows 48 KB for static and dynamic shared memory together.
+    """
+    compiled = next(iter(dispatcher.overloads.values()))._codelibrary.get_cufunc()
+    attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    (status,) = driver.cuKernelSetAttribute(attribute, nbytes, compiled.handle, compiled.device.id)
+    if status != driver.CUresult.CUDA_SUCCESS:
+        raise RuntimeError(f"{nbytes} bytes of dynamic shared memory refused: {status.name}")
 
 
 def _accepts(numba_type: types.Type, argument: object) -> bool:

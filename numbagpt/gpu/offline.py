@@ -42,12 +42,17 @@ ARCHITECTURES = ((7, 5), (8, 0), (9, 0), (10, 0))
 
 @dataclass(frozen=True)
 class Resources:
-    """What a kernel takes: registers and bytes of stack and spills per thread, shared per block."""
+    """What a kernel takes: registers and bytes of stack and spills per thread, shared per block.
+
+    repairs counts the places where ptxas found a wgmma's registers used before it had finished, and
+    made it finish first: right, but no longer asynchronous.
+    """
 
     registers: int
     stack: int
     spills: int
     shared: int
+    repairs: int
 
 
 def program_kernels() -> list[Kernel]:
@@ -57,9 +62,10 @@ def program_kernels() -> list[Kernel]:
     return [k for k in all_kernels() if k.__module__.startswith("numbagpt.")]
 
 
-def architectures(signature: Signature) -> list[tuple[int, int]]:
-    """The compute capabilities that a signature is meant for: bf16 conversion came with 8.0."""
-    return [cc for cc in ARCHITECTURES if storage(signature) != "bf16" or cc >= (8, 0)]
+def architectures(kernel: Kernel, signature: Signature) -> list[tuple[int, int]]:
+    """The compute capabilities that a kernel is meant for: bf16 conversion came with 8.0."""
+    oldest = (8, 0) if storage(signature) == "bf16" else ARCHITECTURES[0]
+    return [cc for cc in ARCHITECTURES if kernel.runs_on(cc) and cc >= oldest]
 
 
 def storage(signature: Signature) -> str:
@@ -109,6 +115,8 @@ def parse_report(report: str) -> Resources:
 
         40 bytes stack frame, 12 bytes spill stores, 16 bytes spill loads
         Used 32 registers, used 1 barriers, 40 bytes cumulative stack size, 128 bytes smem
+
+    and a line with a number from C7510 on for each repair.
     """
 
     def numbers(pattern: str) -> list[int]:
@@ -119,6 +127,7 @@ def parse_report(report: str) -> Resources:
         stack=sum(numbers(r"(\d+) bytes stack frame")),
         spills=sum(numbers(r"(\d+) bytes spill (?:stores|loads)")),
         shared=sum(numbers(r"(\d+) bytes smem")),
+        repairs=len(numbers(r"\(C(75\d\d)\)")),
     )
 
 
@@ -136,7 +145,7 @@ def main(name: str = "") -> None:
     print(row.format("kernel", "storage", "cc", "registers", "stack", "spills", "shared", "f64"))
     for k in chosen:
         for signature in k.signatures:
-            for cc in architectures(signature):
+            for cc in architectures(k, signature):
                 ptx = compile_ptx(k, signature, cc)
                 r, float64 = assemble(ptx), len(float64_instructions(ptx))
                 found = (r.registers, r.stack, r.spills, r.shared, float64)
