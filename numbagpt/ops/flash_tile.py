@@ -61,7 +61,8 @@ from numbagpt.gpu.ptx import (
 from numbagpt.gpu.reduce import FULL_MASK, LOWEST
 from numbagpt.gpu.vec import width
 
-THREADS = 128  # of a block: four warps, 16 rows of a tile each
+THREADS = 128  # of a block: four warps
+ROWS = 64  # that a block owns, queries or keys: 16 for each warp
 
 LOG2E = float32(1.4426950408889634)  # exp(x) = 2 ** (x * LOG2E)
 LN2 = float32(0.6931471805599453)  # log(x) = log2(x) * LN2

@@ -1,0 +1,316 @@
+"""The backward pass of flash attention on Hopper; flash_wgmma.py says how the blocks work.
+
+From the maths in flash_attention.py, for the scores S = q k^T of a head:
+
+    P  = exp(scale S - lse)            the probabilities again, cheaper than reading them
+    dP = dout v^T
+    dS = P * (dP - delta)              delta = sum over a row of dout * out
+    dq = scale dS k     dk = scale dS^T q     dv = P^T dout
+
+Sums over keys end up in dq, sums over queries in dk and dv. One kernel for both would have to add
+up one of the two across blocks, in no fixed order. So there are two, and each computes S and dP for
+itself: 7 products in place of 5, and still faster than atomics.
+
+The second kernel works with transposed scores, S^T = k q^T and dP^T = v dout^T, since then P^T and
+dS^T leave a product in just those registers in which the next, P^T dout and dS^T q, wants its left
+operand (the fragments of flash_tile.py). Not transposed, they would be the left operand of nothing
+and have to go through shared memory.
+"""
+
+from numba import cuda, float32, int32, int64, uint16, void
+
+from numbagpt.gpu.kernel import Kernel, kernel
+from numbagpt.gpu.ptx import (
+    copy_async_commit,
+    copy_async_wait,
+    copy_word_async_or_zero,
+    exp2,
+    fence_async_proxy,
+    keep_address,
+    load_pair,
+)
+from numbagpt.gpu.vec import MAX_WIDTH, load
+from numbagpt.gpu.wgmma import wgmma_ab, wgmma_abt, wgmma_wait
+from numbagpt.ops.flash_tile import (
+    LOG2E,
+    ROWS,
+    THREADS,
+    fragment_corner,
+    load_my_chunks,
+    mask_above,
+    mask_below,
+    my_chunk,
+    pack_rows,
+    quad_sum,
+    store_tile,
+)
+from numbagpt.ops.flash_wgmma import HEAD_SIZES
+
+
+def make_dq_kernel(HS: int) -> Kernel:
+    """The kernel that computes dq, for one head size."""
+    CHUNKS = HS // 8  # of 16 bytes in a row
+    TILE = ROWS * HS  # elements
+    STAGE = 2 * TILE  # a tile of K and one of V; there are two stages
+    ACC = HS // 2  # registers of a thread for 64 x HS
+    QUARTER = HS // 4  # columns of a row for each lane of a quad
+
+    @kernel(
+        void(
+            uint16[::1],
+            float32[::1],
+            uint16[::1],
+            uint16[::1],
+            uint16[::1],
+            float32[::1],
+            int32,
+            int32,
+            float32,
+            float32,
+        ),
+        max_threads=THREADS,
+        min_blocks=4 if HS == 64 else 2,
+        exactly=(9, 0),
+    )
+    def flash_dq_kernel(dqkv, rows, dout, qkv, out, lse, T, NH, scale2, scale):
+        """One block per 64 queries of a head: dq, and for the next kernel what it needs of rows.
+
+        rows (B, NH, 2, T): lse * log2(e), so that P = 2 ** (scale2 S - that), and delta.
+        Grid as by tile_grid(B * NH, ceil(T / 64)). scale2 = scale * log2(e).
+
+        Reads q, dout, out and lse once, k and v once per query tile, mostly from the second-level
+        cache; writes dq and rows: 12 HS + 12 bytes per token and head from and to memory.
+        """
+        tile = keep_address(cuda.shared.array(0, uint16, alignment=1024))  # Q, dO; K, V; K, V
+        s = cuda.local.array(32, float32)
+        dp = cuda.local.array(32, float32)
+        ds = cuda.local.array(16, int32)
+        dq = cuda.local.array(ACC, float32)
+        lse2 = cuda.local.array(2, float32)
+        delta = cuda.local.array(2, float32)
+        x = cuda.local.array(MAX_WIDTH, float32)
+        y = cuda.local.array(MAX_WIDTH, float32)
+
+        head = int32(cuda.blockIdx.z * cuda.gridDim.x + cuda.blockIdx.x)
+        b = int32(head // NH)
+        h = int32(head - b * NH)
+        tiles = int32(cuda.gridDim.y - cuda.blockIdx.y)  # of keys: up to the diagonal
+        q0 = int32(ROWS * (tiles - 1))
+        C = int64(NH) * HS
+        stride = 3 * C
+        q_start = int64(b) * T * stride + h * HS  # of token 0; k follows C behind q, v behind k
+        o_start = int64(b) * T * C + h * HS
+        share = my_chunk(stride, 8, CHUNKS)
+        load_my_chunks(tile, 0, qkv, q_start + q0 * stride + share, stride, q0, T, ROWS, CHUNKS)
+        o_next = o_start + q0 * C + my_chunk(C, 8, CHUNKS)
+        load_my_chunks(tile, TILE, dout, o_next, C, q0, T, ROWS, CHUNKS)
+        k_next = q_start + C + share
+        load_my_chunks(tile, STAGE, qkv, k_next, stride, 0, T, ROWS, CHUNKS)
+        load_my_chunks(tile, STAGE + TILE, qkv, k_next + C, stride, 0, T, ROWS, CHUNKS)
+        copy_async_commit()
+
+        lane = int32(cuda.threadIdx.x & 31)
+        first = int32(q0 + (cuda.threadIdx.x >> 5) * 16 + (lane >> 2))
+        for r in range(2):
+            row = int32(first + 8 * r)
+            there = row < T
+            if not there:
+                row = int32(T - 1)
+            at = o_start + row * C + (lane & 3) * QUARTER
+            total = float32(0)
+            for i in range(0, QUARTER, 8):
+                load(x, out, at + i)
+                load(y, dout, at + i)
+                for e in range(8):
+                    total += x[e] * y[e]
+            delta[r] = quad_sum(total)
+            lse2[r] = lse[int64(head) * T + row] * LOG2E
+            if there and (lane & 3) == 0:
+                rows[2 * int64(head) * T + row] = lse2[r]
+                rows[(2 * int64(head) + 1) * T + row] = delta[r]
+        for i in range(ACC):
+            dq[i] = float32(0)
+        corner = fragment_corner()
+
+        stage = int32(STAGE)
+        for j in range(tiles):
+            copy_async_wait(0)
+            fence_async_proxy()
+            cuda.syncthreads()  # the copies have arrived, and nobody reads the other stage any more
+            other = int32(stage ^ (3 * STAGE))
+            if int32(j + 1) < tiles:
+                k1 = int32(ROWS * (j + 1))
+                k_next += ROWS * stride
+                load_my_chunks(tile, other, qkv, k_next, stride, k1, T, ROWS, CHUNKS)
+                load_my_chunks(tile, other + TILE, qkv, k_next + C, stride, k1, T, ROWS, CHUNKS)
+                copy_async_commit()
+            wgmma_abt(s, tile, 0, tile, stage, ROWS, HS)
+            wgmma_abt(dp, tile, TILE, tile, stage + TILE, ROWS, HS)
+            wgmma_wait(s, 32, 1)
+            if int32(j + 1) == tiles:
+                mask_above(s, corner, 8)
+            for n in range(8):
+                for r in range(2):
+                    for c in range(2):
+                        i = 4 * n + 2 * r + c
+                        s[i] = exp2(s[i] * scale2 - lse2[r])
+            wgmma_wait(dp, 32, 0)
+            for n in range(8):
+                for r in range(2):
+                    for c in range(2):
+                        i = 4 * n + 2 * r + c
+                        s[i] *= dp[i] - delta[r]
+            pack_rows(s, ds, 8)
+            wgmma_ab(dq, ds, tile, stage, ROWS, HS)
+            wgmma_wait(dq, ACC, 0)
+            stage = other
+        cuda.syncthreads()
+        store_tile(tile, 0, dq, scale, dqkv, q_start + q0 * stride, stride, q0, T, ROWS, CHUNKS)
+
+    flash_dq_kernel.__name__ += f"_{HS}"
+    return flash_dq_kernel
+
+
+def make_dkv_kernel(HS: int) -> Kernel:
+    """The kernel that computes dk and dv, for one head size."""
+    CHUNKS = HS // 8  # of 16 bytes in a row
+    QUERIES = query_rows(HS)  # of a tile that streams past
+    TILE = ROWS * HS  # elements
+    QTILE = QUERIES * HS
+    STAGE = 2 * QTILE  # a tile of Q and one of dO; there are two stages
+    VALUES = (2 * TILE + 2 * STAGE) // 2  # where lse2 and delta begin, counted in float32
+    ACC = HS // 2  # registers of a thread for 64 x HS
+    SCORES = QUERIES // 2  # and for 64 x QUERIES,
+    PACKED = QUERIES // 4  # and for these in bf16
+    BLOCKS = QUERIES // 8
+    DIAGONAL = ROWS // QUERIES  # tiles that the diagonal crosses
+
+    @kernel(
+        void(uint16[::1], uint16[::1], uint16[::1], float32[::1], int32, int32, float32, float32),
+        max_threads=THREADS,
+        min_blocks=3 if HS == 64 else 2,
+        exactly=(9, 0),
+    )
+    def flash_dkv_kernel(dqkv, dout, qkv, rows, T, NH, scale2, scale):
+        """One block per 64 keys of a head: dk and dv, from the tiles of queries that see them.
+
+        rows (B, NH, 2, T): as flash_dq_kernel left them.
+        Grid as by tile_grid(B * NH, ceil(T / 64)). scale2 = scale * log2(e).
+
+        Reads k and v once, q, dout and rows once per key tile, mostly from the second-level cache;
+        writes dk and dv: 12 HS + 8 bytes per token and head from and to memory.
+        """
+        tile = keep_address(cuda.shared.array(0, uint16, alignment=1024))  # K, V; Q, dO; Q, dO
+        values = keep_address(
+            cuda.shared.array(0, float32, alignment=1024)
+        )  # behind these: lse2, delta; twice
+        s = cuda.local.array(SCORES, float32)
+        dp = cuda.local.array(SCORES, float32)
+        p = cuda.local.array(PACKED, int32)
+        ds = cuda.local.array(PACKED, int32)
+        dk = cuda.local.array(ACC, float32)
+        dv = cuda.local.array(ACC, float32)
+        lse2 = cuda.local.array(2, float32)
+        delta = cuda.local.array(2, float32)
+
+        head = int32(cuda.blockIdx.z * cuda.gridDim.x + cuda.blockIdx.x)
+        b = int32(head // NH)
+        h = int32(head - b * NH)
+        k0 = int32(cuda.blockIdx.y * ROWS)
+        tiles = int32((T - k0 + (QUERIES - 1)) // QUERIES)  # of queries: from the diagonal on
+        C = int64(NH) * HS
+        stride = 3 * C
+        token = int64(b) * T + k0
+        k_start = token * stride + h * HS + C
+        v_start = k_start + C
+        q_next = k_start - C + my_chunk(stride, 8, CHUNKS)
+        o_next = token * C + h * HS + my_chunk(C, 8, CHUNKS)
+        load_my_chunks(tile, 0, qkv, q_next + C, stride, k0, T, ROWS, CHUNKS)
+        load_my_chunks(tile, TILE, qkv, q_next + 2 * C, stride, k0, T, ROWS, CHUNKS)
+        load_my_chunks(tile, 2 * TILE, qkv, q_next, stride, k0, T, QUERIES, CHUNKS)
+        load_my_chunks(tile, 2 * TILE + QTILE, dout, o_next, C, k0, T, QUERIES, CHUNKS)
+        # A thread copies one value of each tile: the first threads lse2, the next delta.
+        thread = int32(cuda.threadIdx.x)
+        query = int32(k0 + (thread & (QUERIES - 1)))
+        value = 2 * int64(head) * T + query
+        if thread >= QUERIES:
+            value += T
+        if 2 * QUERIES == THREADS or thread < 2 * QUERIES:
+            copy_word_async_or_zero(values, VALUES + thread, rows, value, query < T)
+        copy_async_commit()
+        for i in range(ACC):
+            dk[i] = float32(0)
+            dv[i] = float32(0)
+        corner = fragment_corner()
+        column = int32(VALUES + 2 * (thread & 3))
+
+        stage = int32(0)
+        q1 = int32(k0 + QUERIES)  # first query of the next tile
+        for j in range(tiles):
+            copy_async_wait(0)
+            fence_async_proxy()
+            cuda.syncthreads()  # the copies have arrived, and nobody reads the other stage any more
+            other = int32(1 - stage)
+            if int32(j + 1) < tiles:
+                q_next += QUERIES * stride
+                o_next += QUERIES * C
+                value += QUERIES
+                query = int32(query + QUERIES)
+                at = int32(2 * TILE + other * STAGE)
+                load_my_chunks(tile, at, qkv, q_next, stride, q1, T, QUERIES, CHUNKS)
+                load_my_chunks(tile, at + QTILE, dout, o_next, C, q1, T, QUERIES, CHUNKS)
+                if 2 * QUERIES == THREADS or thread < 2 * QUERIES:
+                    to = int32(VALUES + other * (2 * QUERIES) + thread)
+                    copy_word_async_or_zero(values, to, rows, value, query < T)
+                copy_async_commit()
+                q1 = int32(q1 + QUERIES)
+            q_tile = int32(2 * TILE + stage * STAGE)
+            o_tile = int32(q_tile + QTILE)
+            wgmma_abt(s, tile, 0, tile, q_tile, QUERIES, HS)
+            wgmma_abt(dp, tile, TILE, tile, o_tile, QUERIES, HS)
+            at = int32(column + stage * (2 * QUERIES))
+            wgmma_wait(s, SCORES, 1)
+            if j < DIAGONAL:
+                mask_below(s, int32(corner - j * QUERIES), BLOCKS)
+            for n in range(BLOCKS):
+                load_pair(lse2, values, int32(at + 8 * n))
+                for r in range(2):
+                    for c in range(2):
+                        i = 4 * n + 2 * r + c
+                        s[i] = exp2(s[i] * scale2 - lse2[c])
+            pack_rows(s, p, BLOCKS)
+            wgmma_ab(dv, p, tile, o_tile, QUERIES, HS)
+            wgmma_wait(dp, SCORES, 1)
+            for n in range(BLOCKS):
+                load_pair(delta, values, int32(at + QUERIES + 8 * n))
+                for r in range(2):
+                    for c in range(2):
+                        i = 4 * n + 2 * r + c
+                        s[i] *= dp[i] - delta[c]
+            pack_rows(s, ds, BLOCKS)
+            wgmma_ab(dk, ds, tile, q_tile, QUERIES, HS)
+            wgmma_wait(dv, ACC, 0)
+            wgmma_wait(dk, ACC, 0)
+            stage = other
+        cuda.syncthreads()
+        store_tile(tile, 0, dk, scale, dqkv, k_start, stride, k0, T, ROWS, CHUNKS)
+        store_tile(tile, TILE, dv, float32(1), dqkv, v_start, stride, k0, T, ROWS, CHUNKS)
+
+    flash_dkv_kernel.__name__ += f"_{HS}"
+    return flash_dkv_kernel
+
+
+def query_rows(HS: int) -> int:
+    """Queries in a tile of the dk, dv kernel: half as many where accumulators are twice as big."""
+    return 64 if HS == 64 else 32
+
+
+# By head size and bytes of a number.
+dq_kernels = {(HS, 2): make_dq_kernel(HS) for HS in HEAD_SIZES}
+dkv_kernels = {(HS, 2): make_dkv_kernel(HS) for HS in HEAD_SIZES}
+# Bytes of shared memory: Q and dO, and twice K and V,
+DQ_SHARED = {(HS, 2): 6 * ROWS * HS * 2 for HS in HEAD_SIZES}
+# or K and V, and twice Q, dO, lse2 and delta.
+DKV_SHARED = {
+    (HS, 2): (2 * ROWS + 4 * query_rows(HS)) * HS * 2 + 4 * query_rows(HS) * 4 for HS in HEAD_SIZES
+}
