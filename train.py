@@ -51,7 +51,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     flag("--val_max_steps", count, 20, "batches of a validation")
     parser.switch("--overfit_single_batch", "train on the first batch only")
     parser.section("optimization")
-    flag("--num_iterations", count, None, "steps (default: 1000 on a GPU, 130 elsewhere)")
+    flag("--num_iterations", count, None, "steps (default: 1000 on a GPU, 100 elsewhere)")
     flag("--learning_rate", positive, None, "the highest (default: 2e-3 for nano, else 3e-4)")
     flag("--warmup_iters", from_zero, None, "steps of warm-up (default: 5%% of all steps)")
     flag("--learning_rate_decay_frac", fraction, 0.1, "last learning rate as part of the highest")
@@ -105,7 +105,7 @@ def fill_in_defaults(options: argparse.Namespace, config: GPT2Config, on_gpu: bo
     default("batch_size", max(1, (4096 if on_gpu else 512) // T))
     default("total_batch_size", options.batch_size * T)
     options.accumulation_steps = count_batches(options.total_batch_size, options.batch_size, T)
-    default("num_iterations", 1000 if on_gpu else 130)
+    default("num_iterations", 1000 if on_gpu else 100)
     default("learning_rate", 2e-3 if options.model == "nano" else 3e-4)
     default("warmup_iters", options.num_iterations // 20)
     if options.input_bin is None:
