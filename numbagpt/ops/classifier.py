@@ -22,10 +22,14 @@ import numpy as np
 from numba import cuda, float32, int32, int64, uint16, void
 
 from numbagpt.gpu.kernel import device_function, kernel
+from numbagpt.gpu.ptx import copy_async, copy_async_commit, copy_async_wait, exp2
 from numbagpt.gpu.reduce import LOWEST, block_max, block_sum
 from numbagpt.gpu.vec import MAX_WIDTH, load, store, width
 
 BLOCK = 1024
+# Bytes of shared memory beside the row, up to where it can begin: the sums and the target's logit.
+STATIC_SHARED = 272
+LOG2_E = np.float32(1.4426950408889634)
 # Logits the NumPy reference takes at a time: the piece stays in the cache.
 CHUNK = 1 << 18
 
@@ -47,85 +51,186 @@ def _signature(storage):
 
 
 @device_function
-def probabilities(x, W, row_max, factor, valid):
-    """x[k] = exp(x[k] - row_max) * factor for k < W, and zero from x[valid] on."""
-    for k in range(W):
-        x[k] = math.exp(x[k] - row_max) * factor
-    if valid < W:
-        for k in range(W):
+def exp(x):
+    """exp(x) for x <= 0 by a product and the GPU's instruction for powers of two.
+
+    Relative error below (3 - x) 1e-7. math.exp is right to the last bit and takes nine
+    instructions: with two exp per logit, the arithmetic would take longer than the memory.
+    """
+    return exp2(x * LOG2_E)
+
+
+@device_function
+def probabilities(x, values, start, row_max, factor, valid):
+    """x[k] = exp(values[start + k] - row_max) * factor for a vector, zero from x[valid] on."""
+    load(x, values, start)
+    for k in range(width(values)):
+        x[k] = exp(x[k] - row_max) * factor
+    if valid < width(values):
+        for k in range(width(values)):
             x[k] = x[k] if k < valid else float32(0)
 
 
-@kernel(_signature(float32), _signature(uint16), max_threads=BLOCK, min_blocks=2)
-def fused_classifier_kernel(
-    logits, losses, probs, dlosses, targets, V, Vp, dloss, has_dlosses, write_dlogits, write_probs
+@device_function
+def classify(
+    values,
+    start,
+    logits,
+    losses,
+    probs,
+    dlosses,
+    targets,
+    V,
+    Vp,
+    dloss,
+    has_dlosses,
+    write_dlogits,
+    write_probs,
 ):
-    """losses[row], and in place of the row's logits their gradient. One block per row.
+    """Loss and gradient of the block's row, which is values[start : start + Vp].
 
-    Reads the row twice and writes it once. The first pass runs from the end of the row to its
-    start, so that the second, which runs forwards, begins with what was read last and is still in
-    the cache: about 8 bytes a logit (float32) move from and to memory.
+    Thread t has vectors t, t + blockDim.x, … of the row and touches no others; what the threads
+    tell each other is the maximum, the sum and the target's logit.
 
     Columns V to Vp - 1 are padding. What they hold is not used; they get gradient and probability
     zero, so that the matmuls that read the gradient need not know of them.
     """
     shared_max = cuda.shared.array(32, float32)
     shared_sum = cuda.shared.array(32, float32)
+    shared_target = cuda.shared.array(1, float32)
     x = cuda.local.array(MAX_WIDTH, float32)
     row = int64(cuda.blockIdx.x) * Vp
+    step = int32(cuda.blockDim.x * width(logits))
     target = targets[cuda.blockIdx.x]
-    W = width(logits)
-    first = cuda.threadIdx.x * W
-    step = cuda.blockDim.x * W
+    target_vector = int32(target // width(logits) * width(logits))
 
-    # Maximum of the row and sum of exp(x - maximum), first of what this thread reads.
+    # Maximum and sum of exp(x - maximum), first of what this thread has.
     thread_max = LOWEST
     thread_sum = float32(0)
-    last = (V - 1) // W * W
-    for i in range(last - first, -1, -step):
-        load(x, logits, row + i)
-        if i + W > V:
+    i = int32(cuda.threadIdx.x * width(logits))
+    while i < Vp:
+        load(x, values, start + i)
+        if i + width(logits) > V:
             for k in range(width(logits)):
-                x[k] = x[k] if i + k < V else LOWEST
+                x[k] = x[k] if k < int32(V - i) else LOWEST
+        if i == target_vector:
+            for k in range(width(logits)):
+                if int32(i + k) == target:
+                    shared_target[0] = x[k]
         new_max = thread_max
         for k in range(width(logits)):
             new_max = max(new_max, x[k])
-        thread_sum *= math.exp(thread_max - new_max)
+        thread_sum *= exp(thread_max - new_max)
         for k in range(width(logits)):
-            thread_sum += math.exp(x[k] - new_max)
+            thread_sum += exp(x[k] - new_max)
         thread_max = new_max
+        i = int32(i + step)
+    end = i
 
-    x_target = float32(0)
-    if cuda.threadIdx.x == 0:
-        # Read before the barriers: after them the gradient takes its place.
-        i = target // W * W
-        load(x, logits, row + i)
-        for k in range(width(logits)):
-            x_target = x[k] if i + k == target else x_target
-
-    # Then of the block. A thread that read nothing has LOWEST and a sum of zero.
+    # Then of the block. A thread that had no logit has LOWEST, whose exp is zero.
     row_max = block_max(thread_max, shared_max)
-    row_sum = block_sum(thread_sum * math.exp(thread_max - row_max), shared_sum)
+    row_sum = block_sum(thread_sum * exp(thread_max - row_max), shared_sum)
     if cuda.threadIdx.x == 0:
-        losses[cuda.blockIdx.x] = math.log(row_sum) + (row_max - x_target)
+        losses[cuda.blockIdx.x] = math.log(row_sum) + (row_max - shared_target[0])
 
-    factor = float32(1) / row_sum
+    # Backwards, since what was read last is the likeliest to be in a cache.
     if write_probs != 0:
-        for i in range(first, Vp, step):
-            load(x, logits, row + i)
-            probabilities(x, W, row_max, factor, V - i)
+        factor = float32(1) / row_sum
+        i = int32(end - step)
+        while i >= 0:
+            probabilities(x, values, start + i, row_max, factor, int32(V - i))
             store(probs, row + i, x)
+            i = int32(i - step)
     if write_dlogits != 0:
         weight = dlosses[cuda.blockIdx.x] if has_dlosses != 0 else dloss
-        for i in range(first, Vp, step):
-            load(x, logits, row + i)
-            probabilities(x, W, row_max, factor, V - i)
-            if i <= target and target < i + W:
+        factor = weight / row_sum
+        i = int32(end - step)
+        while i >= 0:
+            probabilities(x, values, start + i, row_max, factor, int32(V - i))
+            if i == target_vector:
                 for k in range(width(logits)):
-                    x[k] -= float32(1) if i + k == target else float32(0)
-            for k in range(width(logits)):
-                x[k] *= weight
+                    x[k] -= weight if int32(i + k) == target else float32(0)
             store(logits, row + i, x)
+            i = int32(i - step)
+
+
+@kernel(_signature(float32), _signature(uint16), max_threads=BLOCK, min_blocks=2, minimum=(8, 0))
+def fused_classifier_kernel(
+    logits, losses, probs, dlosses, targets, V, Vp, dloss, has_dlosses, write_dlogits, write_probs
+):
+    """Losses, and in place of the logits their gradient. One block per row, kept in shared memory.
+
+    Moves 4 Vp bytes a row in bf16 and 8 Vp in float32: each logit is read once and written once.
+
+    In bf16 two blocks fit on an H200's multiprocessor, in float32 one. A block asks for its whole
+    row at once, by copies that pass through no register: so much is under way that the memory is
+    busy although each block, while it computes, asks for nothing. A thread reads only what it has
+    copied itself; it waits for its own copies and needs no barrier.
+    """
+    values = cuda.shared.array(0, logits.dtype, alignment=16)
+    row = int64(cuda.blockIdx.x) * Vp
+    i = int32(cuda.threadIdx.x * width(logits))
+    while i < Vp:
+        copy_async(values, i, logits, row + i)
+        i = int32(i + cuda.blockDim.x * width(logits))
+    copy_async_commit()
+    copy_async_wait(0)
+    classify(
+        values,
+        0,
+        logits,
+        losses,
+        probs,
+        dlosses,
+        targets,
+        V,
+        Vp,
+        dloss,
+        has_dlosses,
+        write_dlogits,
+        write_probs,
+    )
+
+
+@kernel(_signature(float32), _signature(uint16), max_threads=BLOCK, min_blocks=2)
+def fused_classifier_rereading_kernel(
+    logits, losses, probs, dlosses, targets, V, Vp, dloss, has_dlosses, write_dlogits, write_probs
+):
+    """The same for a row that does not fit into shared memory.
+
+    It is read twice, the second time in part from the cache: about 8 Vp bytes a row (float32) move.
+    """
+    classify(
+        logits,
+        int64(cuda.blockIdx.x) * Vp,
+        logits,
+        losses,
+        probs,
+        dlosses,
+        targets,
+        V,
+        Vp,
+        dloss,
+        has_dlosses,
+        write_dlogits,
+        write_probs,
+    )
+
+
+def row_fits(logits) -> bool:
+    """Whether a block can keep a row of the logits in shared memory.
+
+    50304 logits take 98 KB in bf16 and 197 KB in float32. By compute capability a block may have
+    64 KB (7.5), 163 KB (8.0), 99 KB (8.6, 8.9, 12.0) or 227 KB (9.0, 10.0).
+    """
+    if isinstance(logits, np.ndarray):
+        return True  # the simulator has as much as it is asked for
+    gpu = cuda.get_current_device()
+    row_bytes = logits.shape[-1] * logits.dtype.itemsize
+    return (
+        fused_classifier_kernel.runs_on(gpu.compute_capability)
+        and row_bytes + STATIC_SHARED <= gpu.MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
+    )
 
 
 def fused_classifier(
@@ -140,23 +245,28 @@ def fused_classifier(
 ) -> None:
     """Losses of all tokens; the logits become their own gradient.
 
-    logits   (B, T, Vp) float32, or uint16 holding bf16; Vp a multiple of 128. Read, and with
+    logits   (..., Vp) float32, or uint16 holding bf16; Vp a multiple of 128. Read, and with
              write_dlogits overwritten by the gradient, zero in columns V to Vp - 1
-    losses   (B, T) float32, written: -log of the target's probability, in nats
+    losses   (...) float32, written: -log of the target's probability, in nats
     probs    None, or like logits: written, zero in columns V to Vp - 1
-    dlosses  None, or (B, T) float32: derivative of what is minimised by each loss
-    targets  (B, T) int32, 0 <= target < V
-    dloss    that derivative where dlosses is None; 1/(B*T), the mean, unless given
+    dlosses  None, or (...) float32: derivative of what is minimised by each loss
+    targets  (...) int32, 0 <= target < V
+    dloss    that derivative where dlosses is None; one over the number of losses unless given
     """
     dloss = 1 / losses.size if dloss is None else dloss
-    fused_classifier_kernel[losses.size, BLOCK](
+    Vp = logits.shape[-1]
+    if row_fits(logits):
+        launch = fused_classifier_kernel[losses.size, BLOCK, Vp * logits.dtype.itemsize]
+    else:
+        launch = fused_classifier_rereading_kernel[losses.size, BLOCK]
+    launch(
         logits,
         losses,
         logits if probs is None else probs,
         losses if dlosses is None else dlosses,
         targets,
         V,
-        logits.shape[-1],
+        Vp,
         dloss,
         int(dlosses is not None),
         int(write_dlogits),
