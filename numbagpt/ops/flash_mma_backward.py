@@ -1,0 +1,343 @@
+"""The backward pass of flash attention with mma.sync; flash_mma.py says how the blocks work.
+
+Two kernels, as on Hopper, and for the reasons given in flash_wgmma_backward.py: every number of dq,
+dk and dv is summed by one warp, in order, at the price of computing S and dP twice.
+
+    dq    a block per 64 queries, keys stream past:    S = q k^T, dP = dout v^T, dq += dS k
+    dkv   a block per 64 keys, queries stream past:    S^T = k q^T, dP^T = v dout^T,
+                                                       dv += P^T dout, dk += dS^T q
+
+A block's own rows are the left operand of the first two products and keep, as far as there are
+registers for them, to registers. P^T, dS and dS^T are results, and left operands as they stand.
+
+Rows from T on are zeros in shared memory, and so are their lse2 and delta. P may be 1 there, but dO
+is 0 and so is dP - delta: they add nothing to anything.
+"""
+
+from numba import cuda, float32, int32, int64, void
+
+from numbagpt.gpu.kernel import Kernel, device_function, kernel
+from numbagpt.gpu.ptx import (
+    copy_async_commit,
+    copy_async_wait,
+    copy_word_async_or_zero,
+    exp2,
+    keep_address,
+    load_pair,
+)
+from numbagpt.gpu.vec import MAX_WIDTH, load, width
+from numbagpt.ops.flash_mma import storage
+from numbagpt.ops.flash_mma_products import (
+    load_left_rows,
+    rows_times_rows,
+    store_rows,
+    tile_times_rows,
+    weights_times_rows,
+)
+from numbagpt.ops.flash_tile import (
+    LOG2E,
+    ROWS,
+    THREADS,
+    fragment_corner,
+    load_my_chunks,
+    mask_above,
+    mask_below,
+    my_chunk,
+    quad_sum,
+)
+
+
+@device_function
+def row_product(x, y, start, chunks):
+    """Sum over a row of x times y, at `start` in both; the lanes of a quad share the work."""
+    a = cuda.local.array(MAX_WIDTH, float32)
+    b = cuda.local.array(MAX_WIDTH, float32)
+    total = float32(0)
+    for i in range((chunks + 3) // 4):
+        chunk = int32((cuda.threadIdx.x & 3) + 4 * i)
+        if chunk < chunks:
+            load(a, x, start + chunk * width(x))
+            load(b, y, start + chunk * width(y))
+            for k in range(width(x)):
+                total += a[k] * b[k]
+    return quad_sum(total)
+
+
+def make_dq_kernel(
+    HS: int, itemsize: int, KEYS: int, min_blocks: int, IN_REGISTERS: bool
+) -> Kernel:
+    """The kernel that computes dq, for one head size and storage.
+
+    KEYS          rows of the tiles of K and V
+    IN_REGISTERS  whether Q and dO stay in registers or are read from shared memory for every tile
+    """
+    WIDTH = 16 // itemsize
+    CHUNKS = HS // WIDTH  # of 16 bytes in a row
+    TILE = ROWS * HS  # elements
+    KTILE = KEYS * HS
+    STAGE = 2 * KTILE  # a tile of K and one of V; there are two stages
+    LEFT, SCORES, ACC = 2 * CHUNKS, KEYS // 2, HS // 2  # as in the forward pass
+    array, rows = storage(itemsize), float32[::1]
+
+    @kernel(
+        void(array, rows, array, array, array, rows, int32, int32, float32, float32),
+        max_threads=THREADS,
+        min_blocks=min_blocks,
+        minimum=(8, 0),
+    )
+    def flash_mma_dq_kernel(dqkv, rows, dout, qkv, out, lse, T, NH, scale2, scale):
+        """One block per 64 queries of a head: dq, and for the next kernel what it needs of rows.
+
+        rows (B, NH, 2, T): lse * log2(e), so that P = 2 ** (scale2 S - that), and delta.
+        Grid as by tile_grid(B * NH, ceil(T / 64)). scale2 = scale * log2(e).
+
+        Reads q, dout, out and lse once, k and v once per query tile, mostly from the second-level
+        cache; writes dq and rows: 6 HS numbers and 12 bytes per token and head.
+        """
+        tile = keep_address(cuda.shared.array(0, qkv.dtype, alignment=1024))  # Q, dO; K, V; K, V
+        q = cuda.local.array(LEFT, int32)
+        do = cuda.local.array(LEFT, int32)
+        s = cuda.local.array(SCORES, float32)
+        dp = cuda.local.array(SCORES, float32)
+        dq = cuda.local.array(ACC, float32)
+        lse2 = cuda.local.array(2, float32)
+        delta = cuda.local.array(2, float32)
+
+        head = int32(cuda.blockIdx.z * cuda.gridDim.x + cuda.blockIdx.x)
+        b = int32(head // NH)
+        h = int32(head - b * NH)
+        q0 = int32(ROWS * (cuda.gridDim.y - 1 - cuda.blockIdx.y))  # long blocks first
+        end = min(int32(q0 + ROWS), T)  # of the keys that are seen
+        C = int64(NH) * HS
+        stride = 3 * C
+        q_start = int64(b) * T * stride + h * HS  # of token 0; k follows C behind q, v behind k
+        o_start = int64(b) * T * C + h * HS
+        share = my_chunk(stride, WIDTH, CHUNKS)
+        load_my_chunks(tile, 0, qkv, q_start + q0 * stride + share, stride, q0, T, ROWS, CHUNKS)
+        o_share = o_start + q0 * C + my_chunk(C, WIDTH, CHUNKS)
+        load_my_chunks(tile, TILE, dout, o_share, C, q0, T, ROWS, CHUNKS)
+        k_next = q_start + C + share
+        load_my_chunks(tile, 2 * TILE, qkv, k_next, stride, 0, T, KEYS, CHUNKS)
+        load_my_chunks(tile, 2 * TILE + KTILE, qkv, k_next + C, stride, 0, T, KEYS, CHUNKS)
+        copy_async_commit()
+
+        lane = int32(cuda.threadIdx.x & 31)
+        first = int32(q0 + (cuda.threadIdx.x >> 5) * 16 + (lane >> 2))
+        for r in range(2):
+            row = int32(first + 8 * r)
+            there = row < T
+            if not there:
+                row = int32(T - 1)
+            delta[r] = row_product(out, dout, o_start + row * C, CHUNKS)
+            lse2[r] = lse[int64(head) * T + row] * LOG2E
+            if there and (lane & 3) == 0:
+                rows[2 * int64(head) * T + row] = lse2[r]
+                rows[(2 * int64(head) + 1) * T + row] = delta[r]
+        for i in range(ACC):
+            dq[i] = float32(0)
+        corner = fragment_corner()
+
+        copy_async_wait(0)
+        cuda.syncthreads()
+        if IN_REGISTERS:
+            load_left_rows(q, tile, 0, CHUNKS)
+            load_left_rows(do, tile, TILE, CHUNKS)
+        stage = int32(2 * TILE)
+        k0 = int32(0)
+        while k0 < end:
+            copy_async_wait(0)
+            cuda.syncthreads()  # the copies have arrived, and nobody reads the other stage any more
+            k1 = int32(k0 + KEYS)
+            other = int32(4 * TILE + STAGE - stage)
+            if k1 < end:
+                k_next += KEYS * stride
+                load_my_chunks(tile, other, qkv, k_next, stride, k1, T, KEYS, CHUNKS)
+                load_my_chunks(tile, other + KTILE, qkv, k_next + C, stride, k1, T, KEYS, CHUNKS)
+                copy_async_commit()
+            if IN_REGISTERS:
+                rows_times_rows(s, q, tile, stage, KEYS, CHUNKS)
+                rows_times_rows(dp, do, tile, stage + KTILE, KEYS, CHUNKS)
+            else:
+                tile_times_rows(s, tile, 0, stage, KEYS, CHUNKS)
+                tile_times_rows(dp, tile, TILE, stage + KTILE, KEYS, CHUNKS)
+            if k1 > q0:
+                mask_above(s, int32(corner + q0 - k0), KEYS // 8)
+            for n in range(KEYS // 8):
+                for r in range(2):
+                    for c in range(2):
+                        i = 4 * n + 2 * r + c
+                        s[i] = exp2(s[i] * scale2 - lse2[r]) * (dp[i] - delta[r])
+            weights_times_rows(dq, s, tile, stage, KEYS, CHUNKS)
+            stage = other
+            k0 = k1
+        cuda.syncwarp()
+        store_rows(tile, 0, dq, scale, dqkv, q_start + q0 * stride, stride, q0, T, CHUNKS)
+
+    return flash_mma_dq_kernel
+
+
+def make_dkv_kernel(
+    HS: int, itemsize: int, QUERIES: int, min_blocks: int, IN_REGISTERS: bool
+) -> Kernel:
+    """The kernel that computes dk and dv, for one head size and storage.
+
+    QUERIES       rows of the tiles of Q and dO
+    IN_REGISTERS  whether K and V stay in registers or are read from shared memory for every tile
+    """
+    WIDTH = 16 // itemsize
+    CHUNKS = HS // WIDTH  # of 16 bytes in a row
+    TILE = ROWS * HS  # elements
+    QTILE = QUERIES * HS
+    STAGE = 2 * QTILE  # a tile of Q and one of dO; there are two stages
+    VALUES = (2 * TILE + 2 * STAGE) * itemsize // 4  # where lse2 and delta begin, in float32
+    LEFT, SCORES, ACC = 2 * CHUNKS, QUERIES // 2, HS // 2
+    array, rows = storage(itemsize), float32[::1]
+
+    @kernel(
+        void(array, array, array, rows, int32, int32, float32, float32),
+        max_threads=THREADS,
+        min_blocks=min_blocks,
+        minimum=(8, 0),
+    )
+    def flash_mma_dkv_kernel(dqkv, dout, qkv, rows, T, NH, scale2, scale):
+        """One block per 64 keys of a head: dk and dv, from the tiles of queries that see them.
+
+        rows (B, NH, 2, T): as flash_mma_dq_kernel left them.
+        Grid as by tile_grid(B * NH, ceil(T / 64)). scale2 = scale * log2(e).
+
+        Reads k and v once, q, dout and rows once per key tile, mostly from the second-level cache;
+        writes dk and dv: 6 HS numbers and 8 bytes per token and head.
+        """
+        tile = keep_address(cuda.shared.array(0, qkv.dtype, alignment=1024))  # K, V; Q, dO; Q, dO
+        # behind these, twice lse2 and delta
+        values = keep_address(cuda.shared.array(0, float32, alignment=1024))
+        k = cuda.local.array(LEFT, int32)
+        v = cuda.local.array(LEFT, int32)
+        s = cuda.local.array(SCORES, float32)
+        dp = cuda.local.array(SCORES, float32)
+        dk = cuda.local.array(ACC, float32)
+        dv = cuda.local.array(ACC, float32)
+        pair = cuda.local.array(2, float32)
+
+        head = int32(cuda.blockIdx.z * cuda.gridDim.x + cuda.blockIdx.x)
+        b = int32(head // NH)
+        h = int32(head - b * NH)
+        k0 = int32(ROWS * cuda.blockIdx.y)  # long blocks first
+        C = int64(NH) * HS
+        stride = 3 * C
+        token = int64(b) * T + k0
+        k_start = token * stride + h * HS + C
+        q_next = k_start - C + my_chunk(stride, WIDTH, CHUNKS)
+        o_next = token * C + h * HS + my_chunk(C, WIDTH, CHUNKS)
+        load_my_chunks(tile, 0, qkv, q_next + C, stride, k0, T, ROWS, CHUNKS)
+        load_my_chunks(tile, TILE, qkv, q_next + 2 * C, stride, k0, T, ROWS, CHUNKS)
+        load_my_chunks(tile, 2 * TILE, qkv, q_next, stride, k0, T, QUERIES, CHUNKS)
+        load_my_chunks(tile, 2 * TILE + QTILE, dout, o_next, C, k0, T, QUERIES, CHUNKS)
+        # A thread copies one value of each tile: the first threads lse2, the next delta.
+        thread = int32(cuda.threadIdx.x)
+        query = int32(k0 + (thread & (QUERIES - 1)))
+        value = 2 * int64(head) * T + query
+        if thread >= QUERIES:
+            value += T
+        if thread < 2 * QUERIES:
+            copy_word_async_or_zero(values, VALUES + thread, rows, value, query < T)
+        copy_async_commit()
+        for i in range(ACC):
+            dk[i] = float32(0)
+            dv[i] = float32(0)
+        corner = fragment_corner()
+        column = int32(VALUES + 2 * (thread & 3))
+
+        copy_async_wait(0)
+        cuda.syncthreads()
+        if IN_REGISTERS:
+            load_left_rows(k, tile, 0, CHUNKS)
+            load_left_rows(v, tile, TILE, CHUNKS)
+        stage = int32(0)
+        q0 = k0
+        while q0 < T:
+            copy_async_wait(0)
+            cuda.syncthreads()  # the copies have arrived, and nobody reads the other stage any more
+            q1 = int32(q0 + QUERIES)
+            other = int32(1 - stage)
+            if q1 < T:
+                q_next += QUERIES * stride
+                o_next += QUERIES * C
+                value += QUERIES
+                query = int32(query + QUERIES)
+                at = int32(2 * TILE + other * STAGE)
+                load_my_chunks(tile, at, qkv, q_next, stride, q1, T, QUERIES, CHUNKS)
+                load_my_chunks(tile, at + QTILE, dout, o_next, C, q1, T, QUERIES, CHUNKS)
+                if thread < 2 * QUERIES:
+                    to = int32(VALUES + other * (2 * QUERIES) + thread)
+                    copy_word_async_or_zero(values, to, rows, value, query < T)
+                copy_async_commit()
+            q_tile = int32(2 * TILE + stage * STAGE)
+            o_tile = int32(q_tile + QTILE)
+            at = int32(column + stage * (2 * QUERIES))
+            if IN_REGISTERS:
+                rows_times_rows(s, k, tile, q_tile, QUERIES, CHUNKS)
+            else:
+                tile_times_rows(s, tile, 0, q_tile, QUERIES, CHUNKS)
+            if q0 < int32(k0 + ROWS):
+                mask_below(s, int32(corner + k0 - q0), QUERIES // 8)
+            for n in range(QUERIES // 8):
+                load_pair(pair, values, int32(at + 8 * n))
+                for r in range(2):
+                    for c in range(2):
+                        i = 4 * n + 2 * r + c
+                        s[i] = exp2(s[i] * scale2 - pair[c])
+            weights_times_rows(dv, s, tile, o_tile, QUERIES, CHUNKS)
+            if IN_REGISTERS:
+                rows_times_rows(dp, v, tile, o_tile, QUERIES, CHUNKS)
+            else:
+                tile_times_rows(dp, tile, TILE, o_tile, QUERIES, CHUNKS)
+            for n in range(QUERIES // 8):
+                load_pair(pair, values, int32(at + QUERIES + 8 * n))
+                for r in range(2):
+                    for c in range(2):
+                        i = 4 * n + 2 * r + c
+                        s[i] *= dp[i] - pair[c]
+            weights_times_rows(dk, s, tile, q_tile, QUERIES, CHUNKS)
+            stage = other
+            q0 = q1
+        cuda.syncwarp()
+        store_rows(tile, 0, dk, scale, dqkv, k_start, stride, k0, T, CHUNKS)
+        store_rows(tile, TILE, dv, float32(1), dqkv, k_start + C, stride, k0, T, CHUNKS)
+
+    return flash_mma_dkv_kernel
+
+
+# By head size and bytes of a number: rows of the tiles that stream past, the blocks that a
+# multiprocessor holds together, and whether the block's own rows stay in registers.
+DQ_TILES = {
+    (16, 2): (64, 3, True),
+    (32, 2): (64, 3, True),
+    (64, 2): (64, 3, True),
+    (128, 2): (32, 2, True),
+    (16, 4): (64, 3, True),
+    (32, 4): (32, 3, True),
+    (64, 4): (32, 3, True),
+    (128, 4): (16, 2, False),
+}
+DKV_TILES = {
+    (16, 2): (64, 3, True),
+    (32, 2): (64, 3, True),
+    (64, 2): (64, 2, True),
+    (128, 2): (32, 2, False),
+    (16, 4): (64, 3, True),
+    (32, 4): (32, 3, True),
+    (64, 4): (32, 2, True),
+    (128, 4): (16, 2, False),
+}
+dq_kernels = {key: make_dq_kernel(*key, *tiles) for key, tiles in DQ_TILES.items()}
+dkv_kernels = {key: make_dkv_kernel(*key, *tiles) for key, tiles in DKV_TILES.items()}
+# Bytes of shared memory, at most the 99 KB that every GPU since 8.0 has.
+DQ_SHARED = {
+    (HS, itemsize): (2 * ROWS + 4 * keys) * HS * itemsize
+    for (HS, itemsize), (keys, _, _) in DQ_TILES.items()
+}
+DKV_SHARED = {
+    (HS, itemsize): (2 * ROWS + 4 * queries) * HS * itemsize + 4 * queries * 4
+    for (HS, itemsize), (queries, _, _) in DKV_TILES.items()
+}
