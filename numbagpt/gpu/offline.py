@@ -29,6 +29,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 from cuda.pathfinder import find_nvidia_binary_utility
+from numba.core import types
 from numba.core.typing.templates import Signature
 from numba.cuda import dispatcher
 
@@ -69,8 +70,9 @@ def architectures(kernel: Kernel, signature: Signature) -> list[tuple[int, int]]
 
 
 def storage(signature: Signature) -> str:
-    """A word that tells the signatures of one kernel apart: what its first array stores."""
-    return "bf16" if str(signature.args[0].dtype) == "uint16" else str(signature.args[0].dtype)
+    """A word that tells the signatures of one kernel apart: bf16 if any of its arrays stores it."""
+    stored = [str(t.dtype) for t in signature.args if isinstance(t, types.Array)]
+    return "bf16" if "uint16" in stored else stored[0]
 
 
 def compile_ptx(kernel: Kernel, signature: Signature, compute_capability: tuple[int, int]) -> str:

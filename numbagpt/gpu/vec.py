@@ -17,7 +17,7 @@ compiled, and `load` and `store` move that many between an array and a local arr
         x[k] *= scale
     store(out, i, x)                 # out[i : i + width] = x[:width]
 
-The address inp + i must be a multiple of 16 bytes.
+The address inp + i must be a multiple of 16 bytes, or of 8 for `store_half`.
 """
 
 import numpy as np
@@ -96,32 +96,45 @@ def load(typingctx, x, arr, i):
     return types.void(x, arr, i), codegen
 
 
+def _store(context, builder, signature, args, count):
+    """Store x[:count], rounded to the array's storage, in one instruction."""
+    arr_type, i_type, x_type = signature.args
+    registers = _data_pointer(context, builder, x_type, args[2])
+    values = [builder.load(builder.gep(registers, [_I32(k)])) for k in range(count)]
+    if arr_type.dtype == types.uint16:
+        # Two floats become one word; the second operand of the instruction is the low half.
+        pack = ir.InlineAsm(
+            ir.FunctionType(_I32, [_F32, _F32]), "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f"
+        )
+        words = [builder.call(pack, pair) for pair in zip(values[::2], values[1::2], strict=True)]
+    else:
+        words = [builder.bitcast(value, _I32) for value in values]
+    vector_type = ir.VectorType(_I32, len(words))
+    vector = ir.Constant(vector_type, ir.Undefined)
+    for w, word in enumerate(words):
+        vector = builder.insert_element(vector, word, _I32(w))
+    target = _vector_pointer(context, builder, arr_type, args[0], args[1], i_type)
+    target = builder.bitcast(target, vector_type.as_pointer())
+    builder.store(vector, target, align=4 * len(words))
+    return context.get_dummy_value()
+
+
 @intrinsic
 def store(typingctx, arr, i, x):
     """arr[i : i + width] = x[:width] in one 128-bit store, rounded to the array's storage."""
 
     def codegen(context, builder, signature, args):
-        arr_type, i_type, x_type = signature.args
-        target = _vector_pointer(context, builder, arr_type, args[0], args[1], i_type)
-        registers = _data_pointer(context, builder, x_type, args[2])
-        values = [
-            builder.load(builder.gep(registers, [_I32(k)])) for k in range(_width(arr_type.dtype))
-        ]
-        if arr_type.dtype == types.uint16:
-            # Two floats become one word; the second operand of the instruction is the low half.
-            pack = ir.InlineAsm(
-                ir.FunctionType(_I32, [_F32, _F32]), "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f"
-            )
-            words = [
-                builder.call(pack, pair) for pair in zip(values[::2], values[1::2], strict=True)
-            ]
-        else:
-            words = [builder.bitcast(value, _I32) for value in values]
-        vector = ir.Constant(_VECTOR, ir.Undefined)
-        for w, word in enumerate(words):
-            vector = builder.insert_element(vector, word, _I32(w))
-        builder.store(vector, target, align=16)
-        return context.get_dummy_value()
+        return _store(context, builder, signature, args, _width(signature.args[0].dtype))
+
+    return types.void(arr, i, x), codegen
+
+
+@intrinsic
+def store_half(typingctx, arr, i, x):
+    """The same with half as many values, in one 64-bit store: a float32 vector's into bf16."""
+
+    def codegen(context, builder, signature, args):
+        return _store(context, builder, signature, args, _width(signature.args[0].dtype) // 2)
 
     return types.void(arr, i, x), codegen
 
@@ -132,8 +145,8 @@ def _load_meaning(x, arr, i):
     registers[:] = bf16_to_float32(values) if values.dtype == np.uint16 else values
 
 
-def _store_meaning(arr, i, x):
-    target = checked_slice(arr, i, _width(arr.dtype))
+def _store_meaning(arr, i, x, parts=1):
+    target = checked_slice(arr, i, _width(arr.dtype) // parts)
     values = checked_slice(x, 0, len(target))
     target[:] = float32_to_bf16(values) if target.dtype == np.uint16 else values
 
@@ -141,3 +154,4 @@ def _store_meaning(arr, i, x):
 register_meaning(width, lambda arr: _width(arr.dtype))
 register_meaning(load, _load_meaning)
 register_meaning(store, _store_meaning)
+register_meaning(store_half, lambda arr, i, x: _store_meaning(arr, i, x, parts=2))

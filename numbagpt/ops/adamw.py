@@ -7,19 +7,34 @@ At step t = 1, 2, … with gradient g, scaled by the factor that clips its norm:
     m_hat = m / (1 - beta1^t)               both start at zero; the divisions undo that
     v_hat = v / (1 - beta2^t)
     p = p - learning_rate (m_hat / (sqrt(v_hat) + eps) + weight_decay p)
+
+All in float32. Where the matmuls read the parameters in bf16, the copy they read is written here
+too, while the new p is at hand: a step changes p by less than bf16 can resolve, so p itself has to
+stay in float32.
 """
 
 import math
 
 import numpy as np
-from numba import cuda, float32, int64, void
+from numba import cuda, float32, int64, uint16, void
 
 from numbagpt.gpu.kernel import ceil_div, device_function, kernel
-from numbagpt.gpu.vec import MAX_WIDTH, load, store, width
+from numbagpt.gpu.ptx import pack_bf16
+from numbagpt.gpu.vec import MAX_WIDTH, float32_to_bf16, load, store, store_half, width
 
 BLOCK = 256
 # Elements the NumPy reference updates at a time: six arrays of this many stay in the L2 cache.
 CHUNK = 1 << 15
+
+
+def _signature(copy):
+    return void(
+        *(float32[::1],) * 4,  # params, grads, m, v
+        copy[::1],
+        *(float32[::1],) * 2,  # hyper, grad_scale
+        *(float32,) * 4,  # beta1, beta2, eps, weight_decay
+        int64,  # N
+    )
 
 
 @device_function
@@ -43,19 +58,13 @@ def adamw(p, g, m, v, hyper, beta1, beta2, eps, weight_decay):
     return p, m, v
 
 
-@kernel(
-    void(
-        *(float32[::1],) * 6,  # params, grads, m, v, hyper, grad_scale
-        *(float32,) * 4,  # beta1, beta2, eps, weight_decay
-        int64,  # N
-    ),
-    max_threads=BLOCK,
-)
-def adamw_kernel(params, grads, m, v, hyper, grad_scale, beta1, beta2, eps, weight_decay, N):
-    """One step of AdamW on N parameters, in place.
+@kernel(_signature(float32), _signature(uint16), max_threads=BLOCK)
+def adamw_kernel(params, grads, m, v, copy, hyper, grad_scale, beta1, beta2, eps, weight_decay, N):
+    """One step of AdamW on N parameters, in place; copy = params, if it stores bf16.
 
     One thread per 128-bit vector; the thread that meets the end of the arrays takes the last
-    N % width elements one by one. Moves 28 N bytes: four arrays read, three written.
+    N % width elements one by one. Moves 28 N bytes: four arrays read, three written; 2 N more with
+    a copy.
 
     What changes from step to step comes from device memory, hyper = [learning_rate, 1 - beta1^t,
     1 - beta2^t] and the scale, so that a captured graph can be replayed.
@@ -67,6 +76,8 @@ def adamw_kernel(params, grads, m, v, hyper, grad_scale, beta1, beta2, eps, weig
     scale = grad_scale[0]
     if scale < float32(0):
         return
+    # A constant: what hangs on it is there or not when the kernel is compiled.
+    has_copy = width(copy) > width(params)
     i = cuda.grid(1) * width(params)
     if i + width(params) <= N:
         load(p_vec, params, i)
@@ -88,11 +99,16 @@ def adamw_kernel(params, grads, m, v, hyper, grad_scale, beta1, beta2, eps, weig
         store(params, i, p_vec)
         store(m, i, m_vec)
         store(v, i, v_vec)
+        if has_copy:
+            store_half(copy, i, p_vec)
     else:
         for j in range(i, N):
-            params[j], m[j], v[j] = adamw(
+            p, m[j], v[j] = adamw(
                 params[j], grads[j] * scale, m[j], v[j], hyper, beta1, beta2, eps, weight_decay
             )
+            params[j] = p
+            if has_copy:
+                copy[j] = uint16(pack_bf16(p, float32(0)))
 
 
 def adamw_update(
@@ -106,16 +122,30 @@ def adamw_update(
     beta2: float,
     eps: float,
     weight_decay: float,
+    copy=None,
 ) -> None:
     """One step of AdamW on one tensor, in place.
 
     params, grads, m, v  flat float32 of one length, each starting on a 16-byte boundary
     hyper                (3,) float32: learning_rate, 1 - beta1^t, 1 - beta2^t
-    grad_scale           (1,) float32: factor of the gradient; negative: nothing changes
+    grad_scale           (1,) float32: factor of the gradient; negative: nothing is written
+    copy                 None, or uint16 of that length, starting on an 8-byte boundary: the new
+                         params rounded to bf16
     """
     N = params.size
     adamw_kernel[ceil_div(N, BLOCK * 4), BLOCK](
-        params, grads, m, v, hyper, grad_scale, beta1, beta2, eps, weight_decay, N
+        params,
+        grads,
+        m,
+        v,
+        params if copy is None else copy,
+        hyper,
+        grad_scale,
+        beta1,
+        beta2,
+        eps,
+        weight_decay,
+        N,
     )
 
 
@@ -130,6 +160,7 @@ def adamw_update_reference(
     beta2: float,
     eps: float,
     weight_decay: float,
+    copy: np.ndarray | None = None,
 ) -> None:
     """The same with NumPy, in any float type."""
     scale = float(grad_scale[0])
@@ -162,3 +193,5 @@ def adamw_update_reference(
 
         p *= 1 - learning_rate * weight_decay
         p -= step
+        if copy is not None:
+            copy[piece] = float32_to_bf16(p)

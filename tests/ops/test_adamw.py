@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from check import relative_error
 
+from numbagpt.gpu.vec import float32_to_bf16
 from numbagpt.ops import adamw as module
 from numbagpt.ops.adamw import adamw_update, adamw_update_reference
 
@@ -12,6 +13,7 @@ SIZES = [1, 3, 4, 5, 37, 1024, 1031]
 # An epsilon that the smaller gradients feel.
 BETA1, BETA2, EPS, LEARNING_RATE = 0.9, 0.95, 1e-2, 0.03
 STEPS = 5
+NAN_BF16 = 0x7FFF
 
 
 @pytest.fixture
@@ -31,14 +33,15 @@ def textbook(params, gradients, weight_decay):
     return p, m, v
 
 
-def train(update, params, gradients, weight_decay, scale=1.0):
+def train(update, params, gradients, weight_decay, scale=1.0, **copy):
     """Parameters, m and v after a step with each of the gradients."""
     dtype = params.dtype
     p, m, v = params.copy(), np.zeros_like(params), np.zeros_like(params)
     for t, g in enumerate(gradients, start=1):
         hyper = np.array([LEARNING_RATE, 1 - BETA1**t, 1 - BETA2**t], dtype)
         grad_scale = np.array([scale], dtype)
-        update(p, g.astype(dtype), m, v, hyper, grad_scale, BETA1, BETA2, EPS, weight_decay)
+        g = g.astype(dtype)
+        update(p, g, m, v, hyper, grad_scale, BETA1, BETA2, EPS, weight_decay, **copy)
     return p, m, v
 
 
@@ -49,15 +52,23 @@ def problem(rng, N, dtype):
     return params, gradients.astype(dtype)
 
 
+@pytest.mark.parametrize("with_copy", [False, True])
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 @pytest.mark.parametrize("N", SIZES)
-def test_five_steps(place, rng, N, weight_decay):
+def test_five_steps(place, rng, N, weight_decay, with_copy):
     params, gradients = problem(rng, N, np.float32)
-    p, m, v = train(lambda *a: place.run(adamw_update, *a), params, gradients, weight_decay)
+    copy = np.full(N, NAN_BF16, np.uint16) if with_copy else None
+
+    def update(*arguments, **keywords):
+        place.run(adamw_update, *arguments, **keywords)
+
+    p, m, v = train(update, params, gradients, weight_decay, copy=copy)
     expected_p, expected_m, expected_v = textbook(params, gradients, weight_decay)
     assert relative_error(p - params, expected_p - params) <= 1e-5
     assert relative_error(m, expected_m) <= 1e-5
     assert relative_error(v, expected_v) <= 1e-5
+    if with_copy:
+        np.testing.assert_array_equal(copy, float32_to_bf16(p))
 
 
 @pytest.mark.parametrize("N", SIZES)
@@ -67,6 +78,17 @@ def test_reference(rng, monkeypatch, N):
     results = train(adamw_update_reference, params, gradients, 0.1)
     for result, expected in zip(results, textbook(params, gradients, 0.1), strict=True):
         assert relative_error(result, expected) <= 1e-12
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_copy_of_the_reference(rng, monkeypatch, dtype):
+    monkeypatch.setattr(module, "CHUNK", 16)
+    params, gradients = problem(rng, 37, dtype)
+    copy = np.full(37, NAN_BF16, np.uint16)
+    p, m, v = train(adamw_update_reference, params, gradients, 0.1, copy=copy)
+    np.testing.assert_array_equal(copy, float32_to_bf16(p))
+    for a, b in zip((p, m, v), train(adamw_update_reference, params, gradients, 0.1), strict=True):
+        np.testing.assert_array_equal(a, b)
 
 
 def test_reference_keeps_float32(rng):
@@ -125,8 +147,12 @@ def test_negative_scale_changes_nothing(place, rng, N):
     before = [rng.standard_normal(N).astype(np.float32) for _ in range(3)]
     grads = np.full(N, np.nan, np.float32)
     hyper, grad_scale = np.array([0.1, 0.1, 0.05], np.float32), np.array([-1], np.float32)
+    copy_before = rng.integers(0, 1 << 16, N).astype(np.uint16)
     for update in (lambda *a: place.run(adamw_update, *a), adamw_update_reference):
-        params, m, v = (a.copy() for a in before)
-        update(params, grads, m, v, hyper, grad_scale, BETA1, BETA2, EPS, 0.1)
-        for after, a in zip((params, m, v), before, strict=True):
-            np.testing.assert_array_equal(after, a)
+        for copy in (None, copy_before.copy()):
+            params, m, v = (a.copy() for a in before)
+            update(params, grads, m, v, hyper, grad_scale, BETA1, BETA2, EPS, 0.1, copy)
+            for after, a in zip((params, m, v), before, strict=True):
+                np.testing.assert_array_equal(after, a)
+            if copy is not None:
+                np.testing.assert_array_equal(copy, copy_before)
