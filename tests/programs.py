@@ -37,10 +37,12 @@ def command(program: str, *arguments: object) -> list[str]:
 
 def run(program: str, *arguments: object, cwd: Path, **options) -> subprocess.CompletedProcess:
     """Run a program as a user with no GPU does, with its output captured as text."""
+    # One BLAS thread: where tests run side by side, several wait for each other and lose.
+    environment = {"NUMBA_DISABLE_CUDA": "1", "OPENBLAS_NUM_THREADS": "1"}
     return subprocess.run(
         command(program, *arguments),
         cwd=cwd,
-        env=os.environ | {"NUMBA_DISABLE_CUDA": "1"},
+        env=os.environ | environment,
         capture_output=True,
         text=True,
         timeout=600,
