@@ -283,10 +283,9 @@ def make_dkv_kernel(
                 mask_below(s, int32(corner + k0 - q0), QUERIES // 8)
             for n in range(QUERIES // 8):
                 load_pair(pair, values, int32(at + 8 * n))
-                for r in range(2):
-                    for c in range(2):
-                        i = 4 * n + 2 * r + c
-                        s[i] = exp2(s[i] * scale2 - pair[c])
+                for i in range(4 * n, 4 * n + 4, 2):
+                    s[i] = exp2(s[i] * scale2 - pair[0])
+                    s[i + 1] = exp2(s[i + 1] * scale2 - pair[1])
             weights_times_rows(dv, s, tile, o_tile, QUERIES, CHUNKS)
             if IN_REGISTERS:
                 rows_times_rows(dp, v, tile, o_tile, QUERIES, CHUNKS)
@@ -294,10 +293,9 @@ def make_dkv_kernel(
                 tile_times_rows(dp, tile, TILE, o_tile, QUERIES, CHUNKS)
             for n in range(QUERIES // 8):
                 load_pair(pair, values, int32(at + QUERIES + 8 * n))
-                for r in range(2):
-                    for c in range(2):
-                        i = 4 * n + 2 * r + c
-                        s[i] *= dp[i] - pair[c]
+                for i in range(4 * n, 4 * n + 4, 2):
+                    s[i] *= dp[i] - pair[0]
+                    s[i + 1] *= dp[i + 1] - pair[1]
             weights_times_rows(dk, s, tile, q_tile, QUERIES, CHUNKS)
             stage = other
             q0 = q1
