@@ -151,7 +151,7 @@ def _store_meaning(arr, i, x, parts=1):
     target[:] = float32_to_bf16(values) if target.dtype == np.uint16 else values
 
 
-register_meaning(width, lambda arr: _width(arr.dtype))
+register_meaning(width, lambda arr: 16 // arr.dtype.itemsize)
 register_meaning(load, _load_meaning)
 register_meaning(store, _store_meaning)
 register_meaning(store_half, lambda arr, i, x: _store_meaning(arr, i, x, parts=2))
