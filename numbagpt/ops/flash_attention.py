@@ -1,0 +1,189 @@
+"""Causal self-attention without the (T, T) matrix (Dao et al., FlashAttention, 2022; Dao,
+FlashAttention-2, 2023).
+
+Per sequence and head, with q, k, v (T, HS), scale = 1 / sqrt(HS) and the sums over t2 <= t:
+
+    S   = scale q k^T                 lse = log of the sum of exp(S) over a row
+    P   = exp(S - lse)                out = P v
+
+attention.py computes the same by writing S and P to memory: for T = 1024 each is 16 times as long
+as q. Here a tile of 64 queries is compared with one tile of keys after the other, and no tile of
+scores ever leaves the registers of its block. That needs the softmax before its sum is known.
+
+Online softmax
+--------------
+exp overflows, so a softmax subtracts the largest score first, which is known only at the end of the
+row. But the largest of the scores so far will do, if what has been summed up is corrected whenever
+it grows. For a row, over tiles j of keys:
+
+    m'  = max(m, max S_j)
+    l   = l * exp(m - m') + sum exp(S_j - m')
+    out = out * exp(m - m') + exp(S_j - m') v_j
+
+and at the end out / l is the softmax's result and m + log(l) is lse, all that the backward pass
+needs in order to compute P again.
+
+Backward
+--------
+From the gradient dout, with one number for each row, delta = sum of dout * out over the row:
+
+    dP = dout v^T         dS = scale P * (dP - delta)
+    dv = P^T dout         dq = dS k         dk = dS^T q
+
+(delta is the sum over a row of P * dP, since out = P v.) P and dP are computed tile by tile again:
+more arithmetic than loading them, and still several times as fast.
+
+Kernels
+-------
+flash_wgmma.py and flash_wgmma_backward.py for Hopper; flash_mma.py and flash_mma_backward.py for
+every GPU of compute capability 8.0 and later, and for float32 storage, which they multiply as TF32.
+flash_tile.py has what both are made of. All read q, k, v where the matmul left them and write out
+where the next one reads: no permutation.
+"""
+
+import math
+from types import ModuleType
+
+import numpy as np
+from numba import cuda
+
+from numbagpt.errors import UserError
+from numbagpt.gpu.kernel import ceil_div
+from numbagpt.ops import flash_mma, flash_mma_backward, flash_wgmma, flash_wgmma_backward
+from numbagpt.ops.flash_tile import ROWS, THREADS, tile_grid
+
+# Forward and backward modules, the faster first.
+VARIANTS = {
+    "wgmma": (flash_wgmma, flash_wgmma_backward),
+    "mma": (flash_mma, flash_mma_backward),
+}
+
+
+def variant_for(
+    head_size: int, storage: np.typing.DTypeLike, compute_capability: tuple[int, int]
+) -> str | None:
+    """The fastest variant that takes this head size and storage on such a GPU; None if none does.
+
+    storage: uint16, which stands for bf16, or float32.
+    """
+    key = head_size, np.dtype(storage).itemsize
+    for name, (forward, _) in VARIANTS.items():
+        kernel = forward.forward_kernels.get(key)
+        if kernel is not None and kernel.runs_on(compute_capability):
+            return name
+    return None
+
+
+def supports(
+    head_size: int, storage: np.typing.DTypeLike, compute_capability: tuple[int, int]
+) -> bool:
+    """Whether there is a variant for this head size, storage and GPU."""
+    return variant_for(head_size, storage, compute_capability) is not None
+
+
+def flash_attention_scratch(B: int, T: int, NH: int) -> int:
+    """float32 elements that flash_attention_backward needs as scratch."""
+    return 2 * B * NH * T
+
+
+def flash_attention_forward(out, lse, qkv, variant=None):
+    """Attention of every head to the tokens up to its own.
+
+    out   (B, T, C)        written; C = NH * HS
+    lse   (B, NH, T)       written, float32: log of the sum of exp(scaled scores) of each query
+    qkv   (B, T, 3C)       q, k and v of all heads: (B, T, 3, NH, HS)
+
+    out and qkv are both bf16 (uint16) or both float32. variant: a key of VARIANTS; by default the
+    fastest that the GPU has, and under the simulator "mma".
+    Raises UserError where no kernel takes this head size and storage on this GPU.
+    """
+    B, NH, T = lse.shape
+    HS = out.shape[-1] // NH
+    forward, _ = _modules(HS, qkv, variant)
+    key = HS, qkv.dtype.itemsize
+    _, scale2 = _scales(HS)
+    launch = tile_grid(B * NH, ceil_div(T, ROWS)), THREADS, forward.FORWARD_SHARED[key]
+    forward.forward_kernels[key][launch](out, lse, qkv, T, NH, scale2)
+
+
+def flash_attention_backward(dqkv, dout, qkv, out, lse, scratch, variant=None):
+    """Gradient of flash_attention_forward. The same bits at every run.
+
+    dqkv            (B, T, 3C)   written
+    dout            (B, T, C)
+    qkv, out, lse                as flash_attention_forward was given and left them
+    scratch         float32, at least flash_attention_scratch(B, T, NH)
+    """
+    B, NH, T = lse.shape
+    HS = out.shape[-1] // NH
+    _, backward = _modules(HS, qkv, variant)
+    key = HS, qkv.dtype.itemsize
+    scale, scale2 = _scales(HS)
+    grid = tile_grid(B * NH, ceil_div(T, ROWS))
+    launch = grid, THREADS, backward.DQ_SHARED[key]
+    backward.dq_kernels[key][launch](dqkv, scratch, dout, qkv, out, lse, T, NH, scale2, scale)
+    launch = grid, THREADS, backward.DKV_SHARED[key]
+    backward.dkv_kernels[key][launch](dqkv, dout, qkv, scratch, T, NH, scale2, scale)
+
+
+def _scales(HS: int) -> tuple[float, float]:
+    """The factor of the scores, for exp and for 2 ** x."""
+    scale = 1 / math.sqrt(HS)
+    return scale, scale * math.log2(math.e)
+
+
+def _modules(HS: int, array, variant: str | None) -> tuple[ModuleType, ModuleType]:
+    """The variant asked for, or the one for the array's GPU or the simulator."""
+    if variant is None:
+        on_host = isinstance(array, np.ndarray)
+        cc = (8, 0) if on_host else cuda.get_current_device().compute_capability
+        variant = variant_for(HS, array.dtype, cc)
+        if variant is None:
+            sizes = ", ".join(
+                str(size) for size in sorted({k[0] for k in flash_mma.forward_kernels})
+            )
+            raise UserError(
+                f"no flash attention for head size {HS} on a GPU of compute capability "
+                f"{cc[0]}.{cc[1]}; it takes head sizes {sizes} from 8.0 on; "
+                "use --attention materialized"
+            )
+    return VARIANTS[variant]
+
+
+def flash_attention_forward_reference(out, lse, qkv):
+    q, k, v = _heads(qkv, 3, lse.shape[1])
+    scores = _scores(q, k)
+    top = scores.max(-1, keepdims=True)
+    weights = np.exp(scores - top)
+    total = weights.sum(-1, keepdims=True)
+    lse[...] = (top + np.log(total))[..., 0]
+    weights /= total
+    out[...] = (weights @ v).swapaxes(1, 2).reshape(out.shape)
+
+
+def flash_attention_backward_reference(dqkv, dout, qkv, out, lse, scratch):
+    NH = lse.shape[1]
+    q, k, v = _heads(qkv, 3, NH)
+    (do,), (o,) = _heads(dout, 1, NH), _heads(out, 1, NH)
+    dq, dk, dv = _heads(dqkv, 3, NH)
+    weights = np.exp(_scores(q, k) - lse[..., None])
+    dv[...] = weights.swapaxes(2, 3) @ do
+    delta = (do * o).sum(-1, keepdims=True)
+    dscores = weights * (do @ v.swapaxes(2, 3) - delta) / math.sqrt(q.shape[-1])
+    dq[...] = dscores @ k
+    dk[...] = dscores.swapaxes(2, 3) @ q
+
+
+def _heads(packed, parts, NH):
+    """Views (B, NH, T, HS) of the parts that lie side by side in a row: 3 in qkv, 1 in out."""
+    B, T, _ = packed.shape
+    return packed.reshape(B, T, parts, NH, -1).transpose(2, 0, 3, 1, 4)
+
+
+def _scores(q, k):
+    """Scaled scores (B, NH, T, T), the lowest number above the diagonal."""
+    T = q.shape[2]
+    scores = q @ k.swapaxes(2, 3)
+    scores /= math.sqrt(q.shape[-1])
+    scores[..., np.triu(np.ones((T, T), bool), 1)] = np.finfo(scores.dtype).min
+    return scores
