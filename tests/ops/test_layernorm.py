@@ -6,7 +6,7 @@ from check import Place, finite_difference, poisoned, relative_error
 
 from numbagpt.errors import UserError
 from numbagpt.gpu.vec import bf16_to_float32, float32_to_bf16
-from numbagpt.ops import layernorm
+from numbagpt.ops import layernorm_backward as backward_module
 from numbagpt.ops.layernorm import (
     layernorm_backward,
     layernorm_backward_reference,
@@ -63,13 +63,13 @@ def run_forward(place: Place, a: dict[str, np.ndarray]) -> dict[str, np.ndarray]
     return result
 
 
-def run_backward(place: Place, a: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+def run_backward(place: Place, a: dict[str, np.ndarray], **keywords) -> dict[str, np.ndarray]:
     stats = {name: value.astype(np.float32) for name, value in expected_forward(a).items()}
     result = {name: a[name].copy() for name in BACKWARD}
     C = a["inp"].shape[-1]
     scratch = poisoned(layernorm_backward_scratch(a["inp"].size // C, C))
     inputs = (a["dout"], a["inp"], a["weight"], stats["mean"], stats["rstd"], scratch)
-    place.run(layernorm_backward, *result.values(), *inputs)
+    place.run(layernorm_backward, *result.values(), *inputs, **keywords)
     return result
 
 
@@ -107,16 +107,40 @@ def test_backward_adds_the_gradients(place: Place, shape: tuple) -> None:
         assert relative_error(result[name], expected[name]) <= 1e-5, name
 
 
-def test_backward_with_several_rows_for_each_block(
-    place: Place, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("N", "C"), [(48, 36), (7, 1028)])  # teams of one warp, and of two
+def test_backward_with_several_rows_for_each_team(
+    place: Place, monkeypatch: pytest.MonkeyPatch, N: int, C: int
 ) -> None:
-    monkeypatch.setattr(layernorm, "MULTIPROCESSORS", 1)
-    monkeypatch.setattr(layernorm, "BACKWARD_THREADS", 96)
-    a = random_inputs((2, 37, 36))
-    assert layernorm_backward_scratch(74, 36) == 3 * 2 * 36
+    monkeypatch.setattr(backward_module, "MULTIPROCESSORS", 1)
+    a = random_inputs((N, C))
     result, expected = run_backward(place, a), expected_backward(a)
     for name in BACKWARD:
         assert relative_error(result[name], expected[name]) <= 1e-5, name
+
+
+@pytest.mark.parametrize("shape", [(2, 37, 36), (1, 3, 1600)])
+def test_backward_sums_the_new_gradient(place: Place, shape: tuple) -> None:
+    a = random_inputs(shape)
+    total = np.random.default_rng(2).standard_normal(shape[-1]).astype(np.float32)
+    expected = expected_backward(a)
+    expected_total = total + expected["dinp"].reshape(-1, shape[-1]).sum(axis=0)
+    result = run_backward(place, a, dresidual_sum=total)
+    assert relative_error(total, expected_total) <= 1e-5
+    for name in BACKWARD:
+        assert relative_error(result[name], expected[name]) <= 1e-5, name
+
+
+@pytest.mark.parametrize("shape", [(2, 37, 36), (1, 3, 1600)])
+def test_backward_overwrites(place: Place, shape: tuple) -> None:
+    a = random_inputs(shape)
+    expected = expected_backward({**a, "dinp": np.zeros(shape, np.float32)})
+    total = np.zeros(shape[-1], np.float32)
+    poison = {**a, "dinp": poisoned(shape)}
+    result = run_backward(place, poison, dresidual_sum=total, accumulate=False)
+    for name in BACKWARD:
+        assert relative_error(result[name], expected[name]) <= 1e-5, name
+    expected_total = expected["dinp"].reshape(-1, shape[-1]).sum(axis=0)
+    assert relative_error(total, expected_total) <= 1e-5
 
 
 def test_backward_gives_the_same_bits_again(place: Place) -> None:
@@ -127,43 +151,55 @@ def test_backward_gives_the_same_bits_again(place: Place) -> None:
 
 
 @pytest.mark.gpu
-def test_backward_of_many_rows() -> None:
-    a = random_inputs((16, 1024, 768))
-    cuda_place = Place("cuda")
-    first, second = run_backward(cuda_place, a), run_backward(cuda_place, a)
+@pytest.mark.parametrize("C", [768, 1024, 1280, 1600])
+def test_backward_of_many_rows(C: int) -> None:
+    a = random_inputs((8, 1024, C))
+    totals = np.zeros((2, C), np.float32)
+    first, second = (run_backward(Place("cuda"), a, dresidual_sum=total) for total in totals)
     expected = expected_backward(a)
+    np.testing.assert_array_equal(*totals)
+    expected_total = expected["dinp"].reshape(-1, C).sum(axis=0)
+    assert relative_error(totals[0], expected_total) <= 1e-5
     for name in BACKWARD:
         np.testing.assert_array_equal(first[name], second[name])
         assert relative_error(first[name], expected[name]) <= 1e-5, name
 
 
-def test_bf16(place: Place) -> None:
-    a = random_inputs((2, 5, 72))
+@pytest.mark.parametrize("shape", [(2, 5, 72), (1, 3, 128), (2, 2, 768), (1, 3, 1600)])
+def test_bf16(place: Place, shape: tuple) -> None:
+    a = random_inputs(shape)
     half = {k: float32_to_bf16(a[k]) for k in ("inp", "weight", "bias", "dout", "dinp")}
     a |= {name: bf16_to_float32(bits) for name, bits in half.items()}
-    mean, rstd, out = poisoned((2, 5)), poisoned((2, 5)), np.zeros_like(half["inp"])
+    mean, rstd, out = poisoned(shape[:-1]), poisoned(shape[:-1]), np.zeros_like(half["inp"])
     place.run(layernorm_forward, out, mean, rstd, half["inp"], half["weight"], half["bias"])
     forward = expected_forward(a)
     assert relative_error(mean, forward["mean"]) <= 1e-5
     assert relative_error(rstd, forward["rstd"]) <= 1e-5
-    # bf16 has 8 significant bits: half a unit in the last place is 2^-9 of a value at most.
-    assert relative_error(bf16_to_float32(out), forward["out"]) <= 2**-9
+    # bf16 has 8 significant bits: rounding errs by at most 2^-8 of a value.
+    assert relative_error(bf16_to_float32(out), forward["out"]) <= 2**-8
 
+    N, C = a["inp"].size // shape[-1], shape[-1]
     expected = expected_backward(a)
-    dweight, dbias = a["dweight"].copy(), a["dbias"].copy()
+    dweight, dbias, total = a["dweight"].copy(), a["dbias"].copy(), np.zeros(C, np.float32)
     inputs = (half["dout"], half["inp"], half["weight"], mean, rstd)
-    scratch = poisoned(layernorm_backward_scratch(10, 72))
-    place.run(layernorm_backward, half["dinp"], dweight, dbias, *inputs, scratch)
-    assert relative_error(bf16_to_float32(half["dinp"]), expected["dinp"]) <= 2**-9
+    scratch = poisoned(layernorm_backward_scratch(N, C))
+    dinp = half["dinp"].copy()
+    place.run(layernorm_backward, dinp, dweight, dbias, *inputs, scratch, total)
+    assert relative_error(bf16_to_float32(dinp), expected["dinp"]) <= 2**-8
     assert relative_error(dweight, expected["dweight"]) <= 1e-5
     assert relative_error(dbias, expected["dbias"]) <= 1e-5
+    assert relative_error(total, expected["dinp"].reshape(-1, C).sum(axis=0)) <= 1e-5
+
+    overwritten = np.full_like(dinp, 0x7FC0)  # NaN
+    place.run(layernorm_backward, overwritten, dweight, dbias, *inputs, scratch, accumulate=False)
+    expected = expected_backward({**a, "dinp": np.zeros(shape)})
+    assert relative_error(bf16_to_float32(overwritten), expected["dinp"]) <= 2**-8
 
 
 def test_too_many_channels_are_refused() -> None:
-    a = random_inputs((1, 1, 12292))
-    with pytest.raises(UserError, match="12292 channels; expected at most 12288"):
-        run_forward(Place("sim"), a)
     a = random_inputs((1, 1, 4100))
+    with pytest.raises(UserError, match="4100 channels; expected at most 4096"):
+        run_forward(Place("sim"), a)
     with pytest.raises(UserError, match="4100 channels; expected at most 4096"):
         run_backward(Place("sim"), a)
 
@@ -203,3 +239,17 @@ def test_references_in_float32() -> None:
         assert relative_error(result, forward[name]) <= 1e-5, name
     for name in BACKWARD:
         assert relative_error(a[name], backward[name]) <= 1e-5, name
+
+
+def test_backward_reference_with_sum_and_overwriting() -> None:
+    a = {name: value.astype(np.float64) for name, value in random_inputs((2, 3, 12)).items()}
+    stats, expected = expected_forward(a), expected_backward({**a, "dinp": np.zeros((2, 3, 12))})
+    dinp, total = poisoned((2, 3, 12), np.float64), np.ones(12)
+    layernorm_backward_reference(
+        *(dinp, a["dweight"], a["dbias"], a["dout"], a["inp"], a["weight"]),
+        *(stats["mean"], stats["rstd"]),
+        dresidual_sum=total,
+        accumulate=False,
+    )
+    assert relative_error(dinp, expected["dinp"]) == 0
+    assert relative_error(total, 1 + expected["dinp"].sum(axis=(0, 1))) <= 1e-14
