@@ -19,20 +19,31 @@ import numpy as np
 from numba import cuda, float32, int32, int64, uint16, void
 
 from numbagpt.gpu.kernel import ceil_div, device_function, kernel
-from numbagpt.gpu.reduce import WARP_SIZE
+from numbagpt.gpu.reduce import FULL_MASK, WARP_SIZE
 from numbagpt.gpu.vec import MAX_WIDTH, load, store, width
 
 BLOCK = 256
 WARPS = BLOCK // WARP_SIZE
+# Forward: rows of wte that a warp has under way at a time.
+ROWS = 4
 
-# Backward: blocks along the runs, warps of a block, and the length from which a run is the work of
-# a whole block, not of one warp.
-RUN_BLOCKS = 256
-RUN_WARPS = 16
-LONG_RUN = 32
-# Channels of one warp: 16 bytes of float32 for each lane.
-CHANNELS = 4 * WARP_SIZE
-ALL_SUMS = RUN_WARPS * CHANNELS
+# Backward: lanes of a team, which reads 128 bytes of a row at a time; teams of a block; blocks
+# along the runs; and the length from which a run is the work of a whole block, not of one team.
+TEAM = 8
+TEAMS = 64
+RUN_THREADS = TEAMS * TEAM
+RUN_BLOCKS = 64
+LONG_RUN = 64
+# Sums of a block, whichever way dout is stored.
+ALL_SUMS = RUN_THREADS * MAX_WIDTH
+# Rows that a team has under way at a time, in short runs and in long ones; likewise for wpe.
+SHORT_ROWS = 4
+LONG_ROWS = 8
+BATCH_ROWS = 8
+# Registers for those rows.
+FORWARD_VALUES = ROWS * MAX_WIDTH
+RUN_VALUES = LONG_ROWS * MAX_WIDTH
+BATCH_VALUES = BATCH_ROWS * MAX_WIDTH
 
 
 def token_runs(inp: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -87,117 +98,169 @@ def encoder_backward_reference(
 
 
 @kernel(
-    void(float32[::1], int32[::1], float32[::1], float32[::1], int64, int32, int32),
-    void(uint16[::1], int32[::1], uint16[::1], uint16[::1], int64, int32, int32),
+    void(float32[::1], int32[::1], float32[::1], float32[::1], int32, int32, int32),
+    void(uint16[::1], int32[::1], uint16[::1], uint16[::1], int32, int32, int32),
     max_threads=BLOCK,
+    min_blocks=4,
 )
-def encoder_forward_kernel(out, inp, wte, wpe, N, T, C):
-    """out[row] = wte[inp[row]] + wpe[row % T] for the N = B*T rows of C channels.
+def encoder_forward_kernel(out, inp, wte, wpe, B, T, C):
+    """out[b, t] = wte[inp[b, t]] + wpe[t].
 
-    One warp per row, 16 bytes a lane and step. The N C outputs go to memory; of the tables each
-    row in use comes from memory once and is found in the cache after that. Moves 4 N C bytes for
-    the output and at most as many for each table, in float32.
+    A warp takes a position t, and of its channels 32 vectors of 16 bytes, those that blockIdx.x
+    says; and of these all sequences b, so that wpe[t] is read once. It fetches its tokens 32 at a
+    time, a lane each, hands them round, and has ROWS rows of wte under way at once. Moves 4 B T C
+    bytes for the output, 4 C for each different token and 4 T C of wpe, in float32.
     """
-    x = cuda.local.array(MAX_WIDTH, float32)
+    rows = cuda.local.array(FORWARD_VALUES, float32)
     p = cuda.local.array(MAX_WIDTH, float32)
-    lane = cuda.threadIdx.x % WARP_SIZE
-    row = cuda.grid(1) // WARP_SIZE
-    if row >= N:
+    x = cuda.local.array(MAX_WIDTH, float32)
+    lane = cuda.threadIdx.x & (WARP_SIZE - 1)
+    t = cuda.blockIdx.y * WARPS + cuda.threadIdx.x // WARP_SIZE
+    if t >= T:
         return
-    token = int64(inp[row])
-    position = row % T
-    for c in range(lane * width(out), C, WARP_SIZE * width(out)):
-        load(x, wte, token * C + c)
-        load(p, wpe, position * C + c)
-        for k in range(width(out)):
-            x[k] += p[k]
-        store(out, row * C + c, x)
+    c = (cuda.blockIdx.x * WARP_SIZE + lane) * width(out)
+    inside = c < C
+    c = min(c, C - width(out))  # lanes beyond the row read its end, and write nothing
+    load(p, wpe, int64(t) * C + c)
+    for first in range(0, B, WARP_SIZE):
+        count = min(WARP_SIZE, B - first)
+        tokens = inp[int64(first + min(lane, count - 1)) * T + t]
+        for b in range(0, count, ROWS):
+            for j in range(ROWS):
+                token = cuda.shfl_sync(FULL_MASK, tokens, min(b + j, count - 1))
+                load(x, wte, int64(token) * C + c)
+                for k in range(width(out)):
+                    rows[j * MAX_WIDTH + k] = x[k] + p[k]
+            for j in range(ROWS):
+                if inside and b + j < count:
+                    for k in range(width(out)):
+                        x[k] = rows[j * MAX_WIDTH + k]
+                    store(out, (int64(first + b + j) * T + t) * C + c, x)
 
 
 @device_function
-def sum_rows(total, x, dout, order, begin, end, step, c, C):
-    """total = Σ of dout[order[j]] over j = begin, begin + step, … below end; 16 bytes from c on."""
-    for k in range(width(dout)):
-        total[k] = float32(0)
-    for j in range(begin, end, step):
-        load(x, dout, int64(order[j]) * C + c)
-        for k in range(width(dout)):
-            total[k] += x[k]
+def add_rows(total, x, rows, dout, order, begin, end, step, c, C, at_once):
+    """total += Σ of dout[order[j]] over j = begin, begin + step, … below end; 16 bytes from c on.
+
+    The rows come at_once at a time. Where fewer are left, the last of the run is read again, so
+    that no load waits for a test, and counts for nothing.
+    """
+    for j in range(begin, end, step * at_once):
+        for i in range(at_once):
+            position = order[min(j + i * step, end - 1)]
+            load(x, dout, int64(position) * C + c)
+            for k in range(width(dout)):
+                rows[i * MAX_WIDTH + k] = x[k]
+        for i in range(at_once):
+            share = float32(1) if j + i * step < end else float32(0)
+            for k in range(width(dout)):
+                total[k] += share * rows[i * MAX_WIDTH + k]
 
 
 @device_function
-def add_to_row(grad, x, total, row, c, C):
-    """grad[row] += total; 16 bytes from c on."""
-    load(x, grad, int64(row) * C + c)
-    for k in range(width(grad)):
-        x[k] += total[k]
-    store(grad, int64(row) * C + c, x)
+def load_gradient(total, x, grad, start, dout):
+    """total = the values of float32 `grad` from start on that go with one vector of dout."""
+    for v in range(0, width(dout), width(grad)):
+        load(x, grad, start + v)
+        for k in range(width(grad)):
+            total[v + k] = x[k]
+
+
+@device_function
+def store_gradient(grad, start, total, x, dout):
+    """grad = total, likewise."""
+    for v in range(0, width(dout), width(grad)):
+        for k in range(width(grad)):
+            x[k] = total[v + k]
+        store(grad, start + v, x)
 
 
 @kernel(
     void(float32[::1], float32[::1], int32[::1], int32[::1], int32[::1], int32, int32),
-    max_threads=RUN_WARPS * WARP_SIZE,
+    void(float32[::1], uint16[::1], int32[::1], int32[::1], int32[::1], int32, int32),
+    max_threads=RUN_THREADS,
+    min_blocks=2,
 )
 def encoder_backward_wte_kernel(dwte, dout, inp, order, starts, N, C):
     """dwte[token] += Σ of dout over the token's run, for every run of the N = B*T positions.
 
-    blockIdx.y chooses 128 channels, 16 bytes for each lane. The runs are dealt out along x, and
-    come longest first. A long one is the work of a block: each warp sums every RUN_WARPS-th
-    position, then warp 0 adds the warps' sums in their order. Where the short ones begin, and most
-    tokens of a text occur once or twice in a batch, each warp goes on with runs of its own.
-    Moves 4 N C bytes of dout, and 8 C of dwte for each different token.
+    blockIdx.x chooses 128 bytes of the channels, 16 for each of a team's 8 lanes. The runs are
+    dealt out along y, and come longest first. A long one, like that of the comma, is the work of a
+    block: each of its 64 teams sums every 64th position, then the sums are added in the order of
+    the teams. Where the short ones begin, and most tokens of a text occur once or twice in a
+    batch, each team goes on with runs of its own. Moves 4 N C bytes of dout in float32, and 8 C of
+    dwte for each different token.
     """
+    rows = cuda.local.array(RUN_VALUES, float32)
     x = cuda.local.array(MAX_WIDTH, float32)
     total = cuda.local.array(MAX_WIDTH, float32)
     shared = cuda.shared.array(ALL_SUMS, float32)
-    lane = cuda.threadIdx.x % WARP_SIZE
-    warp = cuda.threadIdx.x // WARP_SIZE
-    c = cuda.blockIdx.y * CHANNELS + lane * width(dout)
+    team = cuda.threadIdx.x // TEAM
+    channels = TEAM * width(dout)
+    c0 = cuda.blockIdx.x * channels
+    lane_c = (cuda.threadIdx.x & (TEAM - 1)) * width(dout)
+    c = c0 + lane_c
 
-    run = cuda.blockIdx.x
+    run = cuda.blockIdx.y
     while run < N and starts[run + 1] - starts[run] >= LONG_RUN:
         begin = starts[run]
+        end = starts[run + 1]
         if c < C:
-            sum_rows(total, x, dout, order, begin + warp, starts[run + 1], RUN_WARPS, c, C)
             for k in range(width(dout)):
-                shared[warp * CHANNELS + k * WARP_SIZE + lane] = total[k]
+                total[k] = float32(0)
+            add_rows(total, x, rows, dout, order, begin + team, end, TEAMS, c, C, LONG_ROWS)
+            for k in range(width(dout)):
+                shared[team * channels + lane_c + k] = total[k]
         cuda.syncthreads()
-        if warp == 0 and c < C:
-            for w in range(1, RUN_WARPS):
-                for k in range(width(dout)):
-                    total[k] += shared[w * CHANNELS + k * WARP_SIZE + lane]
-            add_to_row(dwte, x, total, inp[order[begin]], c, C)
+        mine = c0 + cuda.threadIdx.x
+        if cuda.threadIdx.x < channels and mine < C:
+            column = float32(0)
+            for other in range(TEAMS):
+                column += shared[other * channels + cuda.threadIdx.x]
+            dwte[int64(inp[order[begin]]) * C + mine] += column
         cuda.syncthreads()
-        run += cuda.gridDim.x
+        run += cuda.gridDim.y
 
-    run += warp * cuda.gridDim.x
+    run += team * cuda.gridDim.y
     while run < N and starts[run] < N:
         begin = starts[run]
+        end = starts[run + 1]
         if c < C:
-            sum_rows(total, x, dout, order, begin, starts[run + 1], 1, c, C)
-            add_to_row(dwte, x, total, inp[order[begin]], c, C)
-        run += RUN_WARPS * cuda.gridDim.x
+            start = int64(inp[order[begin]]) * C + c
+            load_gradient(total, x, dwte, start, dout)
+            add_rows(total, x, rows, dout, order, begin, end, 1, c, C, SHORT_ROWS)
+            store_gradient(dwte, start, total, x, dout)
+        run += TEAMS * cuda.gridDim.y
 
 
 @kernel(
     void(float32[::1], float32[::1], int32, int64),
+    void(float32[::1], uint16[::1], int32, int64),
     max_threads=BLOCK,
+    min_blocks=4,
 )
 def encoder_backward_wpe_kernel(dwpe, dout, B, TC):
     """dwpe[i] += Σ over b of dout[b, i], i counting the T*C values of a sequence.
 
-    One thread per 16 bytes of dwpe. Moves 4 B T C bytes of dout and 8 T C of dwpe.
+    One thread per 16 bytes of a sequence of dout, BATCH_ROWS sequences at a time. Moves 4 B T C
+    bytes of dout in float32, and 8 T C of dwpe.
     """
+    rows = cuda.local.array(BATCH_VALUES, float32)
     x = cuda.local.array(MAX_WIDTH, float32)
     total = cuda.local.array(MAX_WIDTH, float32)
-    i = cuda.grid(1) * width(dout)
+    i = int64(cuda.grid(1)) * width(dout)
     if i < TC:
-        load(total, dwpe, i)
-        for b in range(B):
-            load(x, dout, b * TC + i)
-            for k in range(width(dout)):
-                total[k] += x[k]
-        store(dwpe, i, total)
+        load_gradient(total, x, dwpe, i, dout)
+        for b in range(0, B, BATCH_ROWS):
+            for j in range(BATCH_ROWS):
+                load(x, dout, min(b + j, B - 1) * TC + i)
+                for k in range(width(dout)):
+                    rows[j * MAX_WIDTH + k] = x[k]
+            for j in range(BATCH_ROWS):
+                share = float32(1) if b + j < B else float32(0)
+                for k in range(width(dout)):
+                    total[k] += share * rows[j * MAX_WIDTH + k]
+        store_gradient(dwpe, i, total, x, dout)
 
 
 def encoder_forward(out, inp, wte, wpe) -> None:
@@ -208,20 +271,24 @@ def encoder_forward(out, inp, wte, wpe) -> None:
     wte, wpe  (Vp, C) and (maxT, C) with maxT >= T, stored as out
     """
     B, T, C = out.shape
-    N = B * T
-    encoder_forward_kernel[ceil_div(N, WARPS), BLOCK](out, inp, wte, wpe, N, T, C)
+    grid = ceil_div(C * out.dtype.itemsize, 16 * WARP_SIZE), ceil_div(T, WARPS)
+    encoder_forward_kernel[grid, BLOCK](out, inp, wte, wpe, B, T, C)
 
 
 def encoder_backward(dwte, dwpe, dout, inp, order, starts) -> None:
     """Adds the gradients of encoder_forward to dwte and dwpe. Deterministic.
 
     dwte, dwpe     (Vp, C) and (maxT, C) float32
-    dout           (B, T, C) float32
+    dout           (B, T, C), float32 or bf16 bits
     inp            (B, T) int32, and
     order, starts  token_runs(inp)
+
+    dout is read twice, since the one sum wants it by token and the other by position. The second
+    reader finds it in the cache where the cache is large enough.
     """
     B, T, C = dout.shape
     N = B * T
-    grid = min(RUN_BLOCKS, ceil_div(N, RUN_WARPS)), ceil_div(C, CHANNELS)
-    encoder_backward_wte_kernel[grid, RUN_WARPS * WARP_SIZE](dwte, dout, inp, order, starts, N, C)
-    encoder_backward_wpe_kernel[ceil_div(T * C, BLOCK * 4), BLOCK](dwpe, dout, B, T * C)
+    vector = 16 // dout.dtype.itemsize
+    encoder_backward_wpe_kernel[ceil_div(T * C, BLOCK * vector), BLOCK](dwpe, dout, B, T * C)
+    grid = ceil_div(C, TEAM * vector), min(RUN_BLOCKS, ceil_div(N, TEAMS))
+    encoder_backward_wte_kernel[grid, RUN_THREADS](dwte, dout, inp, order, starts, N, C)

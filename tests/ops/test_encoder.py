@@ -94,12 +94,25 @@ def test_backward_with_fewer_blocks_than_runs(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(encoder, "RUN_BLOCKS", 2)
-    # 5 long runs and 50 short ones for 2 blocks of 16 warps: each goes round its loops again.
-    tokens = np.concatenate([np.repeat(np.arange(5), 33), np.arange(5, 55)])
+    # 5 long runs and 150 short ones for 2 blocks of 64 teams: each goes round its loops again.
+    tokens = np.concatenate([np.repeat(np.arange(5), 70), np.arange(5, 155)])
     inp = np.random.default_rng(3).permutation(tokens).reshape(-1, 5).astype(np.int32)
-    dwte, dwpe = random_tables(VOCABULARY, 8)
+    dwte, dwpe = random_tables(155, 8)
     dout = np.random.default_rng(4).standard_normal((*inp.shape, 8)).astype(np.float32)
     expected_dwte, expected_dwpe = plain_backward(dwte, dwpe, dout, inp)
+    place.run(encoder_backward, dwte, dwpe, dout, inp, *token_runs(inp))
+    assert relative_error(dwte, expected_dwte) <= 1e-6
+    assert relative_error(dwpe, expected_dwpe) <= 1e-6
+
+
+@pytest.mark.parametrize("kind", ["equal", "distinct", "mixed"])
+@pytest.mark.parametrize("shape", [(1, 1, 8), (3, 25, 40), (2, 3, 768)])
+def test_backward_bf16(place: Place, shape: tuple, kind: str) -> None:
+    B, T, C = shape
+    inp = batch(kind, B, T)
+    dwte, dwpe = random_tables(max(VOCABULARY, B * T), C)
+    dout = float32_to_bf16(np.random.default_rng(9).standard_normal(shape))
+    expected_dwte, expected_dwpe = plain_backward(dwte, dwpe, bf16_to_float32(dout), inp)
     place.run(encoder_backward, dwte, dwpe, dout, inp, *token_runs(inp))
     assert relative_error(dwte, expected_dwte) <= 1e-6
     assert relative_error(dwpe, expected_dwpe) <= 1e-6
