@@ -25,13 +25,12 @@ def gpu():
 @pytest.mark.parametrize(
     ("storage", "B", "NH", "T", "HS"),
     [
-        (BF16, 1, 2, 37, 64),
-        (BF16, 2, 1, 70, 16),
-        (BF16, 1, 3, 1, 32),
-        (FLOAT32, 1, 1, 37, 64),
-        (FLOAT32, 1, 2, 70, 16),
-        (FLOAT32, 2, 1, 33, 32),
-        (FLOAT32, 1, 3, 1, 16),
+        (BF16, 1, 1, 37, 64),
+        (BF16, 1, 2, 70, 16),
+        (BF16, 2, 1, 1, 32),
+        (FLOAT32, 1, 1, 37, 32),
+        (FLOAT32, 1, 1, 66, 16),
+        (FLOAT32, 1, 2, 1, 16),
     ],
 )
 def test_small(storage, B, NH, T, HS):
@@ -52,13 +51,16 @@ def test_every_head_size(storage, HS):
 @pytest.mark.parametrize("storage", [BF16, FLOAT32])
 def test_large_scores(storage):
     """Scores of some hundreds, whose exponentials overflow unless the maximum is taken off."""
-    problem = Problem(1, 1, 66, 16, storage, spread=100.0)
+    problem = Problem(1, 1, 66, 16, storage, spread=150.0)
     assert problem.expected_lse.max() > 200
     flash_attention_forward(problem.out, problem.lse, problem.qkv, variant="mma")
-    # TF32 rounds the inputs to 11 bits, and an error of the score is one of the weight's logarithm
-    tolerance = 5e-3 if storage is BF16 else 2e-2
+    if storage is BF16:
+        tolerance, lse_error = 5e-3, 1e-5  # products of bf16 are exact
+    else:
+        tolerance, lse_error = 2e-2, 5e-4  # q and k keep 11 bits, and so do scores
+    largest = np.abs(problem.expected_lse).max()
     assert relative_error(problem.values(problem.out), problem.expected_out) < tolerance
-    np.testing.assert_allclose(problem.lse, problem.expected_lse, rtol=1e-3)
+    np.testing.assert_allclose(problem.lse, problem.expected_lse, rtol=0, atol=lse_error * largest)
 
 
 def test_shared_memory_fits_everywhere():
