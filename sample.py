@@ -51,13 +51,14 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 def load(options: argparse.Namespace) -> "GPT2":
     """The model that --checkpoint names, on the device."""
-    device, precision, _ = cli.choose_device(options.device, options.precision)
+    device, _ = cli.choose_device(options)
 
     from numbagpt.checkpoint import load_model
     from numbagpt.gpt2 import GPT2
 
     config, parameters = load_model(options.checkpoint)
-    model = GPT2(config, device, 1, config.max_seq_len, precision, training=False)
+    model_options = cli.model_options(options, device, config)
+    model = GPT2(config, device, 1, config.max_seq_len, training=False, **model_options)
     model.load_parameters(parameters)
     return model
 

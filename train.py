@@ -26,6 +26,7 @@ from numbagpt.schedule import learning_rate_at
 # nor a mistyped flag should wait for it.
 if TYPE_CHECKING:
     from numbagpt.loader import Prefetcher, TokenLoader
+    from numbagpt.memory import MemoryPlan
     from numbagpt.training import Trainer
 
 SAMPLE_TOKENS, SAMPLE_TEMPERATURE = 64, 0.8
@@ -65,6 +66,13 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     flag("--sample_every", from_zero, 0, "print a sample")
     flag("--checkpoint_every", from_zero, 0, "write a checkpoint")
     cli.add_device_flags(parser)
+    flag(
+        "--recompute",
+        cli.number(int, 0, 2),
+        0,
+        "save memory: 1: compute GELU again in the backward pass; 2: and layernorm",
+    )
+    parser.switch("--nvtx", "name layers and phases for NVIDIA's profilers; use with --graph 0")
     return parser.parse_args(argv)
 
 
@@ -129,18 +137,19 @@ def count_batches(total: int, B: int, T: int) -> int:
 def summary(
     options: argparse.Namespace,
     config: GPT2Config,
+    plan: "MemoryPlan",
     processor: str,
     loader: "TokenLoader",
     val_loader: "TokenLoader | None",
 ) -> str:
     """What is going to happen, for people to check before it takes hours."""
-    from numbagpt.memory import memory_plan, num_parameters
+    from numbagpt.memory import num_parameters
 
     o, c, B, T = options, config, options.batch_size, options.sequence_length
     epochs = o.num_iterations * o.total_batch_size / loader.num_tokens
     validation = f"{o.input_val_bin}: {val_loader.num_tokens:,} tokens" if val_loader else "none"
     return f"""\
-device      {processor}, {o.precision}
+device      {processor}, {o.precision}, {plan.attention} attention
 model       {o.model}: L={c.num_layers} NH={c.num_heads} C={c.channels} V={c.vocab_size}, \
 {num_parameters(c) / 1e6:,.1f}M parameters
 data        {o.input_bin}: {loader.num_tokens:,} tokens, {len(loader.paths)} shard(s)
@@ -150,7 +159,7 @@ steps       {o.num_iterations:,}, {epochs:.2f} epochs
 AdamW       learning rate {o.learning_rate:g}, warm-up {o.warmup_iters} steps, then down to \
 {o.learning_rate * o.learning_rate_decay_frac:g}; weight decay {o.weight_decay:g}
 seed        {o.seed}
-{memory_plan(config, B, T)}"""
+{plan}"""
 
 
 class Run:
@@ -232,7 +241,7 @@ class Run:
 
     def validate(self, step: int) -> None:
         """Print the mean loss over the first batches of the validation data, always the same."""
-        from numbagpt.gpt2 import pack_batch
+        from numbagpt.state import pack_batch
 
         loader = self.val_loader
         loader.reset()
@@ -267,21 +276,29 @@ def main(argv: list[str] | None = None) -> int:
     """Train as the command line says; returns the exit status."""
     options = parse_arguments(argv)
     with cli.output_folder(options.output_dir):
-        device, options.precision, processor = cli.choose_device(options.device, options.precision)
+        device, processor = cli.choose_device(options)
         config, make_parameters = find_model(options.model, options.seed)
         fill_in_defaults(options, config, device.name == "cuda")
+        model_options = cli.model_options(options, device, config)
+        model_options["recompute"] = options.recompute
+        options.precision = model_options["precision"]
 
-        from numbagpt.gpt2 import GPT2, pack_batch
+        from numbagpt.gpt2 import GPT2
+        from numbagpt.gpu import profile
         from numbagpt.loader import Prefetcher, TokenLoader
         from numbagpt.memory import num_parameters
+        from numbagpt.state import pack_batch, plan_model
         from numbagpt.training import Trainer
 
+        if options.nvtx:
+            profile.enable()
         o, B, T, V = options, options.batch_size, options.sequence_length, config.vocab_size
         loader = TokenLoader(o.input_bin, B, T, V)
         val_loader = TokenLoader(o.input_val_bin, B, T, V) if o.input_val_bin else None
-        print(summary(o, config, processor, loader, val_loader))
+        plan = plan_model(config, device, B, T, **model_options)
+        print(summary(o, config, plan, processor, loader, val_loader))
 
-        model = GPT2(config, device, B, T, o.precision)
+        model = GPT2(config, device, B, T, **model_options)
         model.load_parameters(make_parameters())
         del make_parameters  # and with it the host's copy
         trainer = Trainer(

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NoReturn
 from numbagpt.errors import UserError
 
 if TYPE_CHECKING:
+    from numbagpt.config import GPT2Config
     from numbagpt.device import Device
 
 DEFAULT_OUTPUT_DIR = "out"
@@ -87,41 +88,54 @@ def add_device_flags(parser: Parser) -> None:
     )
     parser.choice(
         "--precision",
-        ("auto", "fp32", "tf32"),
-        "of matrix products (default: tf32 on GPUs that have it, else fp32)",
+        ("auto", "fp32", "tf32", "bf16"),
+        "what is stored and multiplied (default: bf16 on GPUs from compute capability 8.0 on, tf32 "
+        "there where bf16 does not take the model's shape, else fp32)",
+    )
+    parser.choice(
+        "--attention",
+        ("auto", "flash", "materialized"),
+        "materialized is slow and writes all scores to memory (default: flash where it is there)",
+    )
+    parser.flag(
+        "--graph", number(int, 0, 1), 1, "0: queue kernels one by one, for debugging and profiling"
     )
     parser.flag("--seed", number(int, 0), 42, "of everything random: the same seed, the same run")
 
 
-def choose_device(name: str, precision: str) -> tuple["Device", str, str]:
-    """Device, precision and the processor's name for the values of --device and --precision.
+def choose_device(options: argparse.Namespace) -> tuple["Device", str]:
+    """The device that --device and --graph ask for, and the processor's name.
 
     Prints one line on stderr if `auto` finds no GPU. Raises UserError for what this machine cannot
     do.
     """
     from numbagpt.device import select_device
 
-    device, problem = select_device(name)
+    device, problem = select_device(options.device, use_graphs=options.graph == 1)
     if problem:
         print(f"the CPU is used: {problem}", file=sys.stderr)
     if device.name != "cuda":
-        if precision == "tf32":
-            raise UserError(
-                f"--precision tf32 needs a GPU; --device {device.name} computes in fp32"
-            )
-        return device, "fp32", device.name
+        return device, device.name
     from numbagpt.gpu import runtime
 
-    gpu = runtime.gpu_info()
-    has_tf32 = gpu.compute_capability >= (8, 0)
-    if precision == "tf32" and not has_tf32:
-        capability = ".".join(map(str, gpu.compute_capability))
-        raise UserError(
-            f"--precision tf32 needs compute capability 8.0; {gpu.name} has {capability}; use fp32"
-        )
+    return device, runtime.gpu_info().name
+
+
+def model_options(
+    options: argparse.Namespace, device: "Device", config: "GPT2Config"
+) -> dict[str, str | None]:
+    """What --precision and --attention say, and what they leave open decided: GPT2's arguments.
+
+    Raises UserError for a precision that the device does not have.
+    """
+    from numbagpt.state import best_precision
+
+    precision = options.precision
     if precision == "auto":
-        precision = "tf32" if has_tf32 else "fp32"
-    return device, precision, gpu.name
+        precision = best_precision(device, config)
+    device.check_precision(precision)
+    attention = None if options.attention == "auto" else options.attention
+    return {"precision": precision, "attention": attention}
 
 
 @contextlib.contextmanager

@@ -26,9 +26,12 @@ OPERATIONS = {
     "matmul_backward": "matmul",
     "attention_forward": "attention",
     "attention_backward": "attention",
-    "residual_forward": "residual",
     "gelu_forward": "gelu",
     "gelu_backward": "gelu",
+    "fused_residual_forward": "fused_residual",
+    "matmul_gelu_forward": "matmul",
+    "flash_attention_forward": "flash_attention",
+    "flash_attention_backward": "flash_attention",
     "fused_classifier": "classifier",
     "mean_loss": "mean_loss",
     "global_norm": "global_norm",
@@ -51,6 +54,21 @@ class HostDevice:
         self.name = name
         self.real = real
         self.ops = _operations("_reference" if name == "cpu" else "")
+
+    # The simulator runs what every tensor-core GPU runs; the references need no such choice.
+    compute_capability = (8, 0)
+
+    def check_precision(self, precision: str) -> None:
+        """Raises UserError for what this device does not compute."""
+        allowed = ("fp32",) if self.name == "cpu" else ("fp32", "bf16")
+        if precision not in allowed:
+            raise UserError(
+                f"--precision {precision} needs a GPU; --device {self.name} computes in "
+                f"{' and '.join(allowed)}"
+            )
+
+    def set_precision(self, precision: str) -> None:
+        """Multiply matrices in this precision from now on; NumPy multiplies as the arrays are."""
 
     def zeros(self, n: int, dtype: type | None = None) -> np.ndarray:
         """A new 1-D buffer of n zeros, float32 unless told otherwise."""
@@ -98,14 +116,33 @@ class CudaDevice:
     """Device arrays on the current GPU; all work is queued on one stream."""
 
     name = "cuda"
+    real = np.float32
 
-    def __init__(self) -> None:
+    def __init__(self, use_graphs: bool = True) -> None:
+        """use_graphs: replay repeated work as CUDA graphs; without, queue it kernel by kernel."""
         from numbagpt.gpu import runtime
 
         if problem := runtime.gpu_problem():
             raise UserError(f"--device cuda: {problem}")
         runtime.configure()
+        self.use_graphs = use_graphs
+        self.compute_capability = runtime.gpu_info().compute_capability
         self.ops = _operations("")
+
+    def check_precision(self, precision: str) -> None:
+        """Raises UserError for what this GPU does not compute."""
+        if precision != "fp32" and self.compute_capability < (8, 0):
+            capability = ".".join(map(str, self.compute_capability))
+            raise UserError(
+                f"--precision {precision} needs compute capability 8.0; this GPU has "
+                f"{capability}; use fp32"
+            )
+
+    def set_precision(self, precision: str) -> None:
+        """Multiply matrices in this precision from now on."""
+        from numbagpt.gpu import blas
+
+        blas.set_precision(precision)
 
     def zeros(self, n: int, dtype: type = np.float32) -> object:
         """A new 1-D buffer of n zeros, float32 unless told otherwise."""
@@ -167,6 +204,8 @@ class CudaDevice:
         """
         from numbagpt.gpu.graph import capture
 
+        if not self.use_graphs:
+            return enqueue
         state: list = []
 
         def replay() -> None:
@@ -211,7 +250,7 @@ def _check(result: tuple) -> tuple:
 Device = HostDevice | CudaDevice
 
 
-def select_device(name: str = "auto") -> tuple[Device, str | None]:
+def select_device(name: str = "auto", use_graphs: bool = True) -> tuple[Device, str | None]:
     """The device of that name; `auto` takes the GPU if it can be used, else the CPU.
 
     Returns the device and, where `auto` fell back, the reason in one line.
@@ -222,9 +261,9 @@ def select_device(name: str = "auto") -> tuple[Device, str | None]:
 
         if problem := runtime.gpu_problem():
             return HostDevice("cpu"), problem
-        return CudaDevice(), None
+        return CudaDevice(use_graphs), None
     if name == "cuda":
-        return CudaDevice(), None
+        return CudaDevice(use_graphs), None
     if name in ("cpu", "sim"):
         return HostDevice(name), None
     raise UserError(f"device is {name!r}; expected auto, cuda, cpu or sim")

@@ -2,14 +2,18 @@
 
 All parameters live in one allocation, all gradients in a second of the same layout, AdamW's two
 moments in two more, all activations in a fifth. A named tensor is a view: nothing is ever copied
-to be found. One buffer means one memset to clear the gradients, one pass for their norm, and an
-address that stays put, which a captured CUDA graph needs.
+to be found. One buffer means one pass for the gradients' norm, and addresses that stay put, which
+a captured CUDA graph needs.
 
 Every tensor starts on a 256-byte boundary: 128-bit access needs 16, and cuBLASLt picks its fastest
-algorithms for well-aligned pointers. The gaps are zero. Names, order and shapes are llm.c's.
+algorithms for well-aligned pointers. Names, order and shapes are llm.c's.
+
+Two types appear. `real` is float32 (float64 in tests): parameters, gradients, moments, statistics,
+losses. `storage` is what activations and the matmuls' copy of the weights are kept in: real, or
+uint16 holding bf16 bits.
 """
 
-from collections.abc import Iterator
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import numpy as np
@@ -21,88 +25,149 @@ ALIGNMENT = 256
 # The parameters that AdamW decays: matrices and embeddings, not biases and layernorm weights.
 DECAYED = ("wte", "wpe", "qkvw", "attprojw", "fcw", "fcprojw")
 
-# The tensors whose first dimension is the layer.
-LAYERED = frozenset(
-    "ln1w ln1b qkvw qkvb attprojw attprojb ln2w ln2b fcw fcb fcprojw fcprojb "
-    "ln1 ln1_mean ln1_rstd atty att attproj residual2 "
-    "ln2 ln2_mean ln2_rstd fch fch_gelu fcproj residual3 qkvr".split()
-)
-
-Shapes = dict[str, tuple[int, ...]]
+# Rows of logits that are in memory at a time: the head and its backward run in chunks of rows, or
+# the logits of a large batch would take more memory than all layers together.
+LOGITS_ROWS = 16384
 
 
-def parameter_shapes(config: GPT2Config) -> Shapes:
+@dataclass(frozen=True)
+class Spec:
+    """What a tensor is: its shape, of one layer where it has layers, and its element type."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    layers: int | None = None
+
+    @property
+    def size(self) -> int:
+        """Number of elements of one layer."""
+        return int(np.prod(self.shape, dtype=np.int64))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one layer."""
+        return self.size * self.dtype.itemsize
+
+
+Layout = dict[str, Spec]
+
+
+def parameter_layout(config: GPT2Config, dtype: type = np.float32) -> Layout:
     """The 16 parameter tensors in order; matrices are (outputs, inputs)."""
     Vp, maxT = config.padded_vocab_size, config.max_seq_len
     L, C = config.num_layers, config.channels
+    per_layer = {
+        "ln1w": (C,),
+        "ln1b": (C,),
+        "qkvw": (3 * C, C),
+        "qkvb": (3 * C,),
+        "attprojw": (C, C),
+        "attprojb": (C,),
+        "ln2w": (C,),
+        "ln2b": (C,),
+        "fcw": (4 * C, C),
+        "fcb": (4 * C,),
+        "fcprojw": (C, 4 * C),
+        "fcprojb": (C,),
+    }
+    dtype = np.dtype(dtype)
     return {
-        "wte": (Vp, C),
-        "wpe": (maxT, C),
-        "ln1w": (L, C),
-        "ln1b": (L, C),
-        "qkvw": (L, 3 * C, C),
-        "qkvb": (L, 3 * C),
-        "attprojw": (L, C, C),
-        "attprojb": (L, C),
-        "ln2w": (L, C),
-        "ln2b": (L, C),
-        "fcw": (L, 4 * C, C),
-        "fcb": (L, 4 * C),
-        "fcprojw": (L, C, 4 * C),
-        "fcprojb": (L, C),
-        "lnfw": (C,),
-        "lnfb": (C,),
+        "wte": Spec((Vp, C), dtype),
+        "wpe": Spec((maxT, C), dtype),
+        **{name: Spec(shape, dtype, L) for name, shape in per_layer.items()},
+        "lnfw": Spec((C,), dtype),
+        "lnfb": Spec((C,), dtype),
     }
 
 
-def activation_shapes(config: GPT2Config, B: int, T: int, L: int) -> Shapes:
-    """The forward pass's tensors for batches of (B, T) with L layers kept.
+def parameter_shapes(config: GPT2Config) -> dict[str, tuple[int, ...]]:
+    """Name → whole shape of the 16 parameter tensors, in order: what checkpoints hold."""
+    return {
+        name: spec.shape if spec.layers is None else (spec.layers, *spec.shape)
+        for name, spec in parameter_layout(config).items()
+    }
 
-    Training keeps every layer for the backward pass; inference passes L = 1 and every layer writes
-    over the last one's.
 
-    `output` holds the logits (B, T, Vp), later their gradient; before and after it is scratch for
-    attention, which needs (B, T, 3C) and (B, NH, T, T). A layer of `att` is (B, NH, T, T) and a
-    gap, so that the next one is aligned even where T is odd; it is written in its lower triangle
-    only, and its upper triangle must be zeroed once.
+def activation_layout(
+    config: GPT2Config,
+    B: int,
+    T: int,
+    *,
+    training: bool,
+    attention: str,
+    recompute: int,
+    storage: type,
+    real: type,
+) -> Layout:
+    """The forward pass's tensors for batches of (B, T).
+
+    Training keeps every layer's activations for the backward pass; inference lets every layer
+    write over the last one's. So does training with what the backward pass does not read (attproj,
+    fcproj) or computes again: from recompute = 1 on fch_gelu, from 2 on ln1 and ln2 as well.
+
+    attention   "flash": qkvr holds the packed (B, T, 3, NH, HS), and lse the softmax's
+                log-sum-exp; "materialized": qkvr is (3, B, NH, T, HS), and att holds the softmax,
+                its lower triangle only: the upper must be zeroed once
+    output      logits of up to LOGITS_ROWS positions, later their gradient; before and after it is
+                scratch for materialized attention, which needs (B, T, 3C) and (B, NH, T, T)
     """
-    C, NH, Vp = config.channels, config.num_heads, config.padded_vocab_size
+    C, NH, Vp, L = config.channels, config.num_heads, config.padded_vocab_size, config.num_layers
+    storage, real = np.dtype(storage), np.dtype(real)
+    kept = L if training else 1
+    kept_gelu = kept if recompute < 1 else 1
+    kept_ln = kept if recompute < 2 else 1
+    btc = B, T, C
+    output = min(B * T, LOGITS_ROWS) * Vp
+    if attention == "flash":
+        specific = {
+            "qkvr": Spec((B, T, 3 * C), storage, kept),
+            "lse": Spec((B, NH, T), real, kept),
+        }
+    else:
+        output = max(output, B * T * 3 * C, B * NH * T * T)
+        specific = {
+            "qkvr": Spec((3, B, NH, T, config.head_size), storage, kept),
+            "att": Spec((B, NH, T, T), storage, kept),
+        }
     return {
-        "encoded": (B, T, C),
-        "ln1": (L, B, T, C),
-        "ln1_mean": (L, B, T),
-        "ln1_rstd": (L, B, T),
-        "atty": (L, B, T, C),
-        "att": (L, aligned(4 * B * NH * T * T) // 4),
-        "attproj": (L, B, T, C),
-        "residual2": (L, B, T, C),
-        "ln2": (L, B, T, C),
-        "ln2_mean": (L, B, T),
-        "ln2_rstd": (L, B, T),
-        "fch": (L, B, T, 4 * C),
-        "fch_gelu": (L, B, T, 4 * C),
-        "fcproj": (L, B, T, C),
-        "residual3": (L, B, T, C),
-        "lnf": (B, T, C),
-        "lnf_mean": (B, T),
-        "lnf_rstd": (B, T),
-        "losses": (B, T),
-        "qkvr": (L, 3, B, NH, T, C // NH),
-        "output": (B * T * max(3 * C, NH * T, Vp),),
+        "encoded": Spec(btc, storage),
+        "ln1": Spec(btc, storage, kept_ln),
+        "ln1_mean": Spec((B, T), real, kept),
+        "ln1_rstd": Spec((B, T), real, kept),
+        **specific,
+        "atty": Spec(btc, storage, kept),
+        "attproj": Spec(btc, storage, 1),
+        "residual2": Spec(btc, storage, kept),
+        "ln2": Spec(btc, storage, kept_ln),
+        "ln2_mean": Spec((B, T), real, kept),
+        "ln2_rstd": Spec((B, T), real, kept),
+        "fch": Spec((B, T, 4 * C), storage, kept),
+        "fch_gelu": Spec((B, T, 4 * C), storage, kept_gelu),
+        "fcproj": Spec(btc, storage, 1),
+        "residual3": Spec(btc, storage, kept),
+        "lnf": Spec(btc, storage),
+        "lnf_mean": Spec((B, T), real),
+        "lnf_rstd": Spec((B, T), real),
+        "losses": Spec((B, T), real),
+        "output": Spec((output,), storage),
     }
 
 
-def gradient_shapes(config: GPT2Config, B: int, T: int, scratch: int) -> Shapes:
-    """The backward pass's tensors: three gradients that every layer reuses, and partial sums.
+def gradient_layout(
+    config: GPT2Config, B: int, T: int, *, attention: str, scratch: int, storage: type, real: type
+) -> Layout:
+    """The backward pass's tensors: gradients that every layer reuses, and partial sums.
 
     `preatt`, like `att`, is written in its lower triangle only.
     """
     C, NH = config.channels, config.num_heads
+    storage = np.dtype(storage)
+    square = {"preatt": Spec((B, NH, T, T), storage)} if attention == "materialized" else {}
     return {
-        "bt4c": (B, T, 4 * C),
-        "preatt": (B, NH, T, T),
-        "residual3": (B, T, C),
-        "scratch": (scratch,),
+        "bt4c": Spec((B, T, 4 * C), storage),
+        **square,
+        "residual3": Spec((B, T, C), storage),
+        "scratch": Spec((scratch,), np.dtype(real)),
     }
 
 
@@ -111,47 +176,55 @@ def aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-def size(shape: tuple[int, ...]) -> int:
-    """Number of elements."""
-    return int(np.prod(shape, dtype=np.int64))
+def _stride(spec: Spec, dense: bool) -> int:
+    """Bytes from one layer to the next."""
+    return spec.nbytes if dense else aligned(spec.nbytes)
 
 
-def _offsets(shapes: Shapes) -> Iterator[tuple[str, int, int]]:
-    """Name, first byte and last byte + 1 of each tensor, every first byte aligned."""
-    start = 0
-    for name, shape in shapes.items():
-        stop = start + 4 * size(shape)
-        yield name, start, stop
-        start = aligned(stop)
-
-
-def flat_bytes(shapes: Shapes) -> int:
-    """Bytes of the buffer that holds these tensors as float32, gaps included."""
-    return sum(aligned(4 * size(shape)) for shape in shapes.values())
+def layout_bytes(layout: Layout, dense: bool) -> int:
+    """Bytes of the buffer that holds these tensors, gaps included."""
+    return sum(aligned((spec.layers or 1) * _stride(spec, dense)) for spec in layout.values())
 
 
 class FlatTensors:
-    """Named float32 views into one buffer, as attributes: `params.wte`, `acts.lnf`.
+    """Named views into one buffer, as attributes: `params.wte`, `acts.lnf`.
 
-    memory   the whole buffer, 1-D float32, gaps included
-    shapes   name → shape, in the order they lie
-    layers   one namespace a layer with that layer's part of every layered tensor:
-             `acts.layers[3].ln1` is `acts.ln1[3]`
+    memory   the whole buffer, 1-D bytes, gaps included; the gaps are zero
+    layers   one namespace a layer, with every layered tensor's part: `acts.layers[3].ln1`. A
+             tensor of which one layer is kept is the same view in all of them.
+
+    Parameters are dense: the layers of a tensor follow each other without gaps, so that the whole
+    tensor is a view too, `params.qkvw` (L, 3C, C). Each layer of an activation is aligned instead,
+    or one with an odd number of elements would push the next one off the grid of 128-bit access.
     """
 
-    def __init__(self, shapes: Shapes, buffer: object) -> None:
-        """buffer: 1-D float32, NumPy or on the device, of at least flat_bytes(shapes) bytes."""
-        self.shapes = shapes
-        self.memory = buffer[: flat_bytes(shapes) // 4]
-        for name, start, stop in _offsets(shapes):
-            setattr(self, name, buffer[start // 4 : stop // 4].reshape(shapes[name]))
-        layered = [name for name, shape in shapes.items() if len(shape) > 1 and name in LAYERED]
-        depth = min((shapes[name][0] for name in layered), default=0)
-        self.layers = [
-            SimpleNamespace(**{name: self[name][l] for name in layered}) for l in range(depth)
-        ]
+    def __init__(
+        self, layout: Layout, buffer: object, num_layers: int, dense: bool = False
+    ) -> None:
+        """buffer: 1-D uint8, NumPy or on the device, of at least layout_bytes(layout) bytes."""
+        self.layout = layout
+        self.memory = buffer[: layout_bytes(layout, dense)]
+        self.layers = [SimpleNamespace() for _ in range(num_layers)]
+        start = 0
+        for name, spec in layout.items():
+            stride = _stride(spec, dense)
+            count = spec.layers or 1
+            views = [self._view(start + i * stride, spec.shape, spec) for i in range(count)]
+            if spec.layers is None:
+                setattr(self, name, views[0])
+            else:
+                for l, layer in enumerate(self.layers):
+                    setattr(layer, name, views[l % count])
+                if dense:
+                    setattr(self, name, self._view(start, (count, *spec.shape), spec))
+            start += aligned(count * stride)
+
+    def _view(self, start: int, shape: tuple[int, ...], spec: Spec) -> object:
+        nbytes = int(np.prod(shape, dtype=np.int64)) * spec.dtype.itemsize
+        return self.memory[start : start + nbytes].view(spec.dtype).reshape(shape)
 
     def __getitem__(self, name: str) -> object:
-        if name not in self.shapes:
+        """A tensor by its name, whole."""
+        if name not in self.layout:
             raise KeyError(name)
         return getattr(self, name)

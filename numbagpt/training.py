@@ -9,6 +9,7 @@ which works because all that changes from step to step lies in device memory.
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -66,23 +67,28 @@ class Trainer:
         self._hyper = device.zeros(3)
         self._stats = device.zeros(2)  # loss, norm
         self._grad_scale = device.zeros(1)
-        self._partials = device.zeros(global_norm_partials(model.grads.memory.size))
+        self._gradients = model.grads.memory.view(device.real)
+        self._partials = device.zeros(global_norm_partials(self._gradients.size))
         # two steps in flight: the device works on one while the host fills the other
         self._slots = [_Slot(model, accumulation_steps) for _ in range(2)]
         self._pending: deque[_Slot] = deque()
         model.mean_loss = self._stats[:1]
-        self._micro_step = device.replayable(self._enqueue_micro_step)
+        # the first batch of a step writes gradients and loss, the others add to them
+        self._micro_steps = [
+            device.replayable(partial(self._enqueue_micro_step, accumulate))
+            for accumulate in (False, True)
+        ]
         self._update = device.replayable(self._enqueue_update)
-        self._validate = device.replayable(lambda: model.forward(with_gradient=False))
+        self._validate = device.replayable(partial(model.forward, with_gradient=False))
 
-    def _enqueue_micro_step(self) -> None:
-        self.model.forward(scale=1.0 / self._accumulation_steps)
-        self.model.backward()
+    def _enqueue_micro_step(self, accumulate: bool) -> None:
+        self.model.forward(scale=1.0 / self._accumulation_steps, accumulate=accumulate)
+        self.model.backward(accumulate)
 
     def _enqueue_update(self) -> None:
         model = self.model
         model.ops.global_norm(
-            self._stats[1:], self._grad_scale, model.grads.memory, self._partials, self._grad_clip
+            self._stats[1:], self._grad_scale, self._gradients, self._partials, self._grad_clip
         )
         model.update(self._hyper, self._grad_scale, *self._constants)
 
@@ -93,11 +99,10 @@ class Trainer:
             raise RuntimeError("two steps are in flight: read() a result before the next step")
         slot = self._slots[self.steps % len(self._slots)]
         self.steps += 1
-        model.zero_grad()
-        for staging, batch in zip(slot.batches, batches, strict=True):
+        for i, (staging, batch) in enumerate(zip(slot.batches, batches, strict=True)):
             staging[:] = batch
             model.set_batch(staging)
-            self._micro_step()
+            self._micro_steps[i > 0]()
         slot.hyper[:] = (
             learning_rate,
             1.0 - self.beta1**self.steps,

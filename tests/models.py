@@ -4,8 +4,9 @@ import numpy as np
 
 from numbagpt.config import GPT2Config
 from numbagpt.device import Device, HostDevice
-from numbagpt.gpt2 import GPT2, pack_batch
+from numbagpt.gpt2 import GPT2
 from numbagpt.init import random_parameters
+from numbagpt.state import pack_batch
 
 # Odd on purpose: three heads of size 12, a vocabulary that is not its padded self.
 TINY = GPT2Config(max_seq_len=64, vocab_size=91, num_layers=2, num_heads=3, channels=36)

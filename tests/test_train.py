@@ -15,7 +15,7 @@ from numbagpt.checkpoint import read_model
 from numbagpt.config import PRESETS
 from numbagpt.device import HostDevice
 from numbagpt.errors import UserError
-from numbagpt.memory import memory_plan
+from numbagpt.memory import MemoryPlan
 from numbagpt.schedule import learning_rate_at
 
 
@@ -213,7 +213,7 @@ def test_no_sample_without_gpt2s_vocabulary(flags, capsys):
 
 
 def test_a_batch_too_large_for_the_memory_names_one_that_fits(flags, monkeypatch, capsys):
-    fits = memory_plan(SMALL_VOCAB, 5, 8).total
+    fits = MemoryPlan(SMALL_VOCAB, 5, 8).total
     monkeypatch.setattr(HostDevice, "free_memory", lambda _: fits)
     with pytest.raises(UserError, match="the largest batch size that fits is 5"):
         train.main(flags(batch_size=50))
@@ -343,9 +343,9 @@ def test_help_states_every_flag_and_its_default(capsys):
     names = "input_bin input_val_bin output_dir model batch_size sequence_length total_batch_size"
     names += " num_iterations learning_rate warmup_iters learning_rate_decay_frac weight_decay"
     names += " grad_clip val_loss_every val_max_steps sample_every overfit_single_batch device"
-    names += " precision seed beta1 beta2 eps checkpoint_every"
+    names += " precision attention graph recompute nvtx seed beta1 beta2 eps checkpoint_every"
     assert sorted(listed) == sorted(f"--{name}" for name in names.split())
-    assert text.count("(default:") >= len(listed) - 1  # all but the switch
+    assert text.count("(default:") >= len(listed) - 2  # all but the switches
 
 
 @pytest.mark.slow

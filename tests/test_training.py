@@ -99,7 +99,7 @@ def test_accumulating_equals_one_large_batch(device) -> None:
 
 
 def _packed(inputs: np.ndarray, targets: np.ndarray) -> np.ndarray:
-    from numbagpt.gpt2 import pack_batch
+    from numbagpt.state import pack_batch
 
     return pack_batch(inputs.reshape(B, T), targets.reshape(B, T))
 

@@ -13,6 +13,7 @@ import numpy as np
 from numba import cuda, float32, int64, void
 
 from numbagpt.gpu import stream
+from numbagpt.gpu.autotune import elapsed_seconds
 from numbagpt.gpu.graph import capture
 from numbagpt.gpu.kernel import ceil_div, kernel
 from numbagpt.gpu.vec import MAX_WIDTH, load, store, width
@@ -23,15 +24,17 @@ GRAPH_SECONDS = 2e-3
 REPLAYS = 11
 
 
-def elapsed_seconds(enqueue: Callable[[], None]) -> float:
-    """GPU time of the queued work, by events before and after it."""
-    start, stop = cuda.event(), cuda.event()
+def interval_seconds(step: Callable[[], None], warmup: int, count: int) -> float:
+    """Median GPU time from the end of one step to the end of the next, as in training: the host
+    queues the next step while the GPU works on this one."""
     queue = cuda.external_stream(stream.handle())
-    start.record(queue)
-    enqueue()
-    stop.record(queue)
-    stop.synchronize()
-    return cuda.event_elapsed_time(start, stop) * 1e-3
+    events = [cuda.event() for _ in range(warmup + count + 1)]
+    for event in events:
+        step()
+        event.record(queue)
+    events[-1].synchronize()
+    pairs = zip(events[warmup:], events[warmup + 1 :], strict=False)
+    return float(np.median([cuda.event_elapsed_time(a, b) for a, b in pairs])) * 1e-3
 
 
 def median_seconds(make_call: Callable[[], Callable[[], None]], nbytes: int) -> float:

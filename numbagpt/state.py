@@ -1,0 +1,206 @@
+"""Everything a GPT-2 on a device holds, and the views that its operations work on."""
+
+import numpy as np
+
+from numbagpt.config import GPT2Config
+from numbagpt.device import Device
+from numbagpt.errors import UserError
+from numbagpt.gpu.vec import float32_to_bf16
+from numbagpt.memory import MIB, MemoryPlan
+from numbagpt.ops.encoder import token_runs
+from numbagpt.ops.flash_attention import supports
+from numbagpt.tensors import FlatTensors, layout_bytes, parameter_shapes
+
+PRECISIONS = ("fp32", "tf32", "bf16")
+
+# Values in 128 bits: rows of activations must start on such a boundary.
+BF16_VECTOR = 8
+
+
+def best_precision(device: Device, config: GPT2Config) -> str:
+    """The fastest precision of PRECISIONS that the device has for a model of this shape."""
+    if device.name != "cuda" or device.compute_capability < (8, 0):
+        return "fp32"
+    has_flash = supports(config.head_size, np.uint16, device.compute_capability)
+    return "bf16" if has_flash and config.channels % BF16_VECTOR == 0 else "tf32"
+
+
+def plan_model(
+    config: GPT2Config,
+    device: Device,
+    B: int,
+    T: int,
+    precision: str = "fp32",
+    training: bool = True,
+    attention: str | None = None,
+    recompute: int = 0,
+) -> MemoryPlan:
+    """The memory that a model made with these arguments takes, before it is taken.
+
+    attention   "flash" or "materialized"; None takes flash where precision and device have it
+    recompute   see MemoryPlan
+
+    Raises UserError if T exceeds config.max_seq_len, or the attention asked for is not there.
+    """
+    if T > config.max_seq_len:
+        raise UserError(
+            f"sequence length is {T}; this model's longest context is {config.max_seq_len}: "
+            f"use at most that, or another model"
+        )
+    if precision == "bf16" and config.channels % BF16_VECTOR:
+        raise UserError(
+            f"the model has {config.channels} channels; bf16 needs a multiple of {BF16_VECTOR}, "
+            f"for 128-bit access; use --precision tf32 or fp32"
+        )
+    storage = np.uint16 if precision == "bf16" else device.real
+    # fp32 is the mode of exact comparison, and the tensor cores' float32 is TF32
+    has_flash = precision != "fp32" and supports(
+        config.head_size, storage, device.compute_capability
+    )
+    if attention is None:
+        attention = "flash" if has_flash or precision == "bf16" else "materialized"
+    if attention == "flash" and not has_flash:
+        raise UserError(
+            f"there is no flash attention in {precision} for heads of {config.head_size} channels "
+            f"on this device; use --precision fp32 or tf32 with --attention materialized"
+        )
+    if attention == "materialized" and precision == "bf16":
+        raise UserError(
+            "materialized attention is float32; expected --precision fp32 or tf32 with it"
+        )
+    return MemoryPlan(config, B, T, training, attention, recompute, storage, device.real)
+
+
+class ModelState:
+    """Buffers of one GPT-2 on one device, with room for batches of up to (B, T) tokens.
+
+    params, grads       the 16 parameter tensors and their gradients, float32
+    weights             what the forward pass reads: params, or a bf16 copy of them
+    moments             AdamW's m and v
+    acts, dacts         activations and their gradients, for the current batch shape
+    inputs, targets     (B, T) int32 on the device; filled by `set_batch`
+    mean_loss           (1,) float32 on the device; forward adds its batch's loss to it
+
+    Parameters start as zeros: call load_parameters. An inference model (training=False) keeps one
+    layer's activations and has no gradients.
+    Raises UserError if T exceeds config.max_seq_len, the memory does not suffice, or the device
+    lacks the precision or the attention.
+    """
+
+    def __init__(
+        self,
+        config: GPT2Config,
+        device: Device,
+        B: int,
+        T: int,
+        precision: str = "fp32",
+        training: bool = True,
+        attention: str | None = None,
+        recompute: int = 0,
+    ) -> None:
+        """The arguments are those of plan_model."""
+        self.config, self.device, self.ops = config, device, device.ops
+        self.B, self.T, self.training = B, T, training
+        self.plan = plan_model(config, device, B, T, precision, training, attention, recompute)
+        self.attention, self.recompute = self.plan.attention, recompute
+        device.check_precision(precision)
+        device.set_precision(precision)
+        self._check_memory()
+
+        self.shapes = parameter_shapes(config)
+        self.params = self._parameters(self.plan.parameters())
+        self.weights = self._parameters(self.plan.weights()) if self.plan.weights() else self.params
+        self._acts_buffer = device.zeros(
+            layout_bytes(self.plan.activations(B, T), dense=False), np.uint8
+        )
+        if training:
+            self.grads = self._parameters(self.plan.parameters())
+            self.moments = [self._parameters(self.plan.parameters()) for _ in range(2)]
+            self._dacts_buffer = device.zeros(
+                layout_bytes(self.plan.gradients(B, T), dense=False), np.uint8
+            )
+        # inputs, targets, order and starts lie in one buffer, so that one copy brings a batch
+        self._batch = device.zeros(4 * B * T + 1, np.int32)
+        self.mean_loss = device.zeros(1)
+        self._views: dict[tuple[int, int], tuple] = {}
+        self._select(B, T)
+
+    def _parameters(self, layout: dict) -> FlatTensors:
+        buffer = self.device.zeros(layout_bytes(layout, dense=True), np.uint8)
+        return FlatTensors(layout, buffer, self.config.num_layers, dense=True)
+
+    def _check_memory(self) -> None:
+        free = self.device.free_memory()
+        if free is None or self.plan.total <= free:
+            return
+        fits = self.plan.largest_batch(free)
+        advice = f"the largest batch size that fits is {fits}" if fits else "not even B=1 fits"
+        raise UserError(
+            f"B={self.B}, T={self.T} needs {self.plan.total / MIB:,.0f} MiB and "
+            f"{free / MIB:,.0f} MiB are free: {advice}"
+            + ("" if fits else "; shorten the sequence or choose a smaller model")
+        )
+
+    def _select(self, b: int, t: int) -> None:
+        """Lay the activations' views out for batches of (b, t) tokens, b <= B and t <= T."""
+        if (b, t) not in self._views:
+            L, n = self.config.num_layers, b * t
+            acts = FlatTensors(self.plan.activations(b, t), self._acts_buffer, L)
+            dacts = None
+            if self.training:
+                dacts = FlatTensors(self.plan.gradients(b, t), self._dacts_buffer, L)
+            inputs, targets = (self._batch[i * n : (i + 1) * n].reshape((b, t)) for i in (0, 1))
+            runs = self._batch[2 * n : 3 * n], self._batch[3 * n : 4 * n + 1]
+            self._views[b, t] = acts, dacts, inputs, targets, runs
+        self.acts, self.dacts, self.inputs, self.targets, self._runs = self._views[b, t]
+        if self.attention == "materialized":
+            # another layout left values where the upper triangles lie, which nobody writes
+            for layer in self.acts.layers if self.training else self.acts.layers[:1]:
+                self.device.clear(layer.att)
+            if self.training:
+                self.device.clear(self.dacts.preatt)
+
+    @property
+    def batch_elements(self) -> int:
+        """int32 elements of one packed batch (see pack_batch)."""
+        return 4 * self.B * self.T + 1
+
+    def set_batch(self, staging: np.ndarray) -> None:
+        """Queue the copy of a batch that pack_batch laid out in a staging buffer."""
+        if self.inputs.shape != (self.B, self.T):
+            self._select(self.B, self.T)
+        self.device.upload(self._batch, staging)
+
+    def load_parameters(self, parameters: dict[str, np.ndarray]) -> None:
+        """Copy the 16 tensors, shaped as parameter_shapes says, into the model as float32."""
+        for name, shape in self.shapes.items():
+            values = np.ascontiguousarray(parameters[name], self.device.real)
+            if values.shape != shape:
+                raise ValueError(f"{name} has shape {values.shape}, expected {shape}")
+            self.device.upload(self.params[name], values)
+            if self.weights is not self.params:
+                self.device.upload(self.weights[name], float32_to_bf16(values))
+            self.device.synchronize()  # the copies are done before `values` may go
+
+    def parameters(self) -> dict[str, np.ndarray]:
+        """The 16 tensors as NumPy arrays."""
+        return {name: self.device.to_host(self.params[name]) for name in self.shapes}
+
+    def gradients(self) -> dict[str, np.ndarray]:
+        """The gradients of the 16 tensors as NumPy arrays."""
+        return {name: self.device.to_host(self.grads[name]) for name in self.shapes}
+
+    def zero_grad(self) -> None:
+        """Queue clearing the gradients of the parameters and the loss."""
+        self.device.clear(self.grads.memory)
+        self.device.clear(self.mean_loss)
+
+
+def pack_batch(inputs: np.ndarray, targets: np.ndarray) -> np.ndarray:
+    """Lay out a batch as GPT2.set_batch wants it: inputs, targets and the runs of equal tokens.
+
+    inputs, targets: (B, T) int32. Returns 4 B T + 1 int32. Sorting the tokens takes the host about
+    a millisecond for large batches, so it is done where the batches are read.
+    """
+    order, starts = token_runs(inputs)
+    return np.concatenate([inputs.reshape(-1), targets.reshape(-1), order, starts], dtype=np.int32)
