@@ -12,6 +12,7 @@ from numbagpt.ops.flash_attention import supports
 from numbagpt.tensors import FlatTensors, layout_bytes, parameter_shapes
 
 PRECISIONS = ("fp32", "tf32", "bf16")
+ATTENTIONS = ("flash", "materialized")
 
 # Values in 128 bits: rows of activations must start on such a boundary.
 BF16_VECTOR = 8

@@ -1,5 +1,7 @@
 """python -m numbagpt.bench [train|kernels]: how fast the training step and its operations are."""
 
+import argparse
+import importlib.util
 import sys
 
 import numpy as np
@@ -7,31 +9,49 @@ import numpy as np
 from numbagpt import cli
 from numbagpt.bench import kernels, train
 from numbagpt.config import PRESETS
+from numbagpt.device import select_device
 from numbagpt.errors import UserError
-from numbagpt.gpt2 import PRECISIONS
 from numbagpt.gpu import blas, runtime
+from numbagpt.state import ATTENTIONS, PRECISIONS, best_precision
 
 
 def main(argv: list[str] | None = None) -> int:
     """Print the tables; returns the exit status."""
     parser = cli.Parser(__doc__)
+    number = cli.number(int, 1)
+    parser.section("what is measured")
     parser.add_argument("what", nargs="?", choices=("all", "train", "kernels"), default="all")
-    parser.add_argument("--model", choices=sorted(PRESETS), default="d12", help="its shape")
-    parser.add_argument("--batch_sizes", default="4,16", help="B, separated by commas")
-    parser.add_argument("--sequence_length", type=int, default=1024, help="T")
-    parser.add_argument("--precision", choices=PRECISIONS, default="tf32")
-    parser.add_argument("--only", default="", help="kernels whose name holds this")
+    parser.flag("--model", str, "d12", f"the shape: {', '.join(PRESETS)}")
+    parser.flag("--batch_sizes", str, "4,16", "B, separated by commas; kernels take the last")
+    parser.flag("--sequence_length", number, 1024, "T")
+    parser.choice("--precision", ("auto", *PRECISIONS), "(default: bf16 if the GPU has it)")
+    parser.choice("--attention", ("auto", *ATTENTIONS), "(default: flash if the GPU has it)")
+    parser.flag("--recompute", cli.number(int, 0, 2), 0, "see train.py")
+    parser.text("--only", "kernels whose name holds this (default: all)")
+    parser.flag("--peer", cli.number(int, 0, 1), 1, "0: without PyTorch, even if it is installed")
     options = parser.parse_args(argv)
+    if options.model not in PRESETS:
+        raise UserError(f"--model {options.model}; expected one of {', '.join(PRESETS)}")
+    try:
+        batch_sizes = [number(B) for B in options.batch_sizes.split(",")]
+    except argparse.ArgumentTypeError as error:
+        raise UserError(f"--batch_sizes {options.batch_sizes}: {error}") from None
     if problem := runtime.gpu_problem():
         raise UserError(f"the benchmarks need a GPU: {problem}")
     config, T = PRESETS[options.model], options.sequence_length
-    batch_sizes = [int(B) for B in options.batch_sizes.split(",")]
+    precision = options.precision
+    if precision == "auto":
+        precision = best_precision(select_device("cuda")[0], config)
+    peer = options.peer == 1 and importlib.util.find_spec("torch") is not None
     if options.what in ("all", "train"):
-        for line in train.report(config, batch_sizes, T, options.precision):
+        attention = None if options.attention == "auto" else options.attention
+        model = {"attention": attention, "recompute": options.recompute}
+        for line in train.report(config, batch_sizes, T, precision, peer, **model):
             print(line, flush=True)
     if options.what in ("all", "kernels"):
-        blas.set_precision(options.precision)
-        for line in kernels.report(config, batch_sizes[-1], T, np.float32, options.only):
+        blas.set_precision(precision)
+        storage = np.uint16 if precision == "bf16" else np.float32
+        for line in kernels.report(config, batch_sizes[-1], T, storage, options.only, peer):
             print(line, flush=True)
     return 0
 

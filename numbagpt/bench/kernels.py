@@ -7,6 +7,7 @@ written once, an accumulated one both.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from numba import cuda
@@ -19,6 +20,12 @@ from numbagpt.ops.adamw import adamw_update
 from numbagpt.ops.attention import attention_backward, attention_forward
 from numbagpt.ops.classifier import fused_classifier
 from numbagpt.ops.encoder import encoder_backward, encoder_forward, token_runs
+from numbagpt.ops.flash_attention import (
+    flash_attention_backward,
+    flash_attention_forward,
+    flash_attention_scratch,
+)
+from numbagpt.ops.fused_residual import fused_residual_forward
 from numbagpt.ops.gelu import gelu_backward, gelu_forward
 from numbagpt.ops.global_norm import global_norm, global_norm_partials
 from numbagpt.ops.layernorm import (
@@ -27,9 +34,11 @@ from numbagpt.ops.layernorm import (
     layernorm_forward,
 )
 from numbagpt.ops.matmul import (
+    matmul_backward,
     matmul_backward_bias,
     matmul_backward_bias_scratch,
     matmul_forward,
+    matmul_gelu_forward,
 )
 from numbagpt.ops.permute import permute, unpermute
 from numbagpt.ops.residual import residual_forward
@@ -137,6 +146,15 @@ def cases(config: GPT2Config, B: int, T: int, storage: type = np.float32) -> Ite
         call(residual_forward, x(B, T, C), x(B, T, C), x(B, T, C)),
         3 * act,
     )
+    yield case(
+        "fused_residual_forward",
+        btc,
+        call(
+            fused_residual_forward,
+            *(x(B, T, C), x(B, T, C), f(B, T), f(B, T), x(B, T, C), x(B, T, C), x(C), x(C)),
+        ),
+        4 * act,
+    )
     wide = f"({B}, {T}, {4 * C})"
     yield case("gelu_forward", wide, call(gelu_forward, x(N, 4 * C), x(N, 4 * C)), 8 * act)
     yield case(
@@ -151,6 +169,26 @@ def cases(config: GPT2Config, B: int, T: int, storage: type = np.float32) -> Ite
         wide,
         call(matmul_backward_bias, f(4 * C), x(N, 4 * C), scratch),
         4 * act,
+    )
+    # Half of the scores are masked: two products of half the size forward, five backward.
+    heads, flops = f"({B}, {NH}, {T}, {HS})", 2 * B * NH * T * T * HS
+    yield case(
+        "flash_attention_forward",
+        heads,
+        call(flash_attention_forward, x(B, T, C), f(B, NH, T), x(B, T, 3 * C)),
+        4 * act,
+        flops,
+    )
+    scratch = floats(flash_attention_scratch(B, T, NH))
+    yield case(
+        "flash_attention_backward",
+        heads,
+        call(
+            flash_attention_backward,
+            *(x(B, T, 3 * C), x(B, T, C), x(B, T, 3 * C), x(B, T, C), f(B, NH, T), scratch),
+        ),
+        8 * act,
+        5 * flops // 2,
     )
     if storage == np.float32:
         yield from _materialized_attention(B, T, C, NH, HS, call, f)
@@ -174,6 +212,23 @@ def cases(config: GPT2Config, B: int, T: int, storage: type = np.float32) -> Ite
         f"({P},)",
         call(global_norm, f(1), f(1), f(P), f(global_norm_partials(P)), 1.0),
         4 * P,
+    )
+    yield case(
+        "matmul_gelu_forward fc",
+        f"({N}, {C}) x ({C}, {4 * C})",
+        call(matmul_gelu_forward, x(N, 4 * C), x(N, 4 * C), x(N, C), x(4 * C, C), x(4 * C)),
+        s * (N * C + 4 * C * C + 8 * N * C),
+        8 * N * C * C,
+    )
+    yield case(
+        "matmul_backward fcproj",
+        f"({N}, {C}) x ({C}, {4 * C}), dX dGELU dW",
+        call(
+            _dgelu,
+            *(x(N, 4 * C), f(C, 4 * C), x(N, C), x(N, 4 * C), x(C, 4 * C), x(N, 4 * C)),
+        ),
+        s * (2 * N * C + 4 * C * C + 12 * N * C) + 32 * C * C,
+        16 * N * C * C,
     )
     for name, K, OC in (
         ("qkv", C, 3 * C),
@@ -244,6 +299,10 @@ def _materialized_attention(B, T, C, NH, HS, call, f) -> Iterator[Case]:
     )
 
 
+def _dgelu(dinp: object, dweight: object, dout: object, inp: object, weight: object, pre: object):
+    matmul_backward(dinp, dweight, None, dout, inp, weight, None, pre=pre)
+
+
 def _classifier(V: int) -> Callable:
     def run(logits: object, losses: object, targets: object) -> None:
         fused_classifier(logits, losses, None, None, targets, V)
@@ -255,19 +314,44 @@ def _accumulate(dweight: object, dout: object, inp: object) -> None:
     blas.matmul(dweight, dout, inp, transpose_a=True, beta=1.0)
 
 
-def report(config: GPT2Config, B: int, T: int, storage: type, only: str) -> Iterator[str]:
-    """The table's lines, one as each operation is measured; `only` selects by part of the name."""
+def report(
+    config: GPT2Config, B: int, T: int, storage: type, only: str, peer: bool
+) -> Iterator[str]:
+    """The table's lines, one as each operation is measured.
+
+    only   selects by part of the name
+    peer   adds PyTorch's time where it has the operation
+    """
     peak = copy_bandwidth()
+    theirs = pytorch_operations(config, B, T, storage) if peer else {}
     yield f"copy of 1 GiB: {peak / 1e9:.0f} GB/s"
-    yield f"{'operation':24} {'shape':34} {'µs':>9} {'GB/s':>6} {'TFLOP/s':>8} {'of copy':>8}"
+    yield (
+        f"{'operation':24} {'shape':34} {'µs':>9} {'GB/s':>6} {'TFLOP/s':>8} {'of copy':>8}"
+        + (f" {'PyTorch':>9}" if peer else "")
+    )
     for case in cases(config, B, T, storage):
         if only not in case.name:
             continue
         seconds = median_seconds(case.make_call, case.nbytes)
         bandwidth = case.nbytes / seconds
         rate = f"{case.flops / seconds / 1e12:8.1f}" if case.flops else " " * 8
-        share = "" if case.flops else f"{bandwidth / peak:8.0%}"
+        share = " " * 8 if case.flops else f"{bandwidth / peak:8.0%}"
+        peer_time = ""
+        if case.name in theirs:
+            peer_time = f" {theirs[case.name](case.nbytes) * 1e6:9.1f}"
         yield (
             f"{case.name:24} {case.shape:34} {seconds * 1e6:9.1f} {bandwidth / 1e9:6.0f} "
-            f"{rate} {share}"
+            f"{rate} {share}{peer_time}"
         )
+
+
+def pytorch_operations(
+    config: GPT2Config, B: int, T: int, storage: type
+) -> dict[str, Callable[[int], float]]:
+    """Name of an operation → function of the bytes of one call that measures PyTorch's seconds."""
+    from numbagpt.bench import pytorch
+
+    return {
+        name: partial(pytorch.operation_seconds, make_call)
+        for name, make_call in pytorch.operations(config, B, T, storage).items()
+    }
