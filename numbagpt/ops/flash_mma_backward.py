@@ -14,7 +14,7 @@ Rows from T on are zeros in shared memory, and so are their lse2 and delta. P ma
 is 0 and so is dP - delta: they add nothing to anything.
 """
 
-from numba import cuda, float32, int32, int64, void
+from numba import cuda, float32, int32, int64, uint32, void
 
 from numbagpt.gpu.kernel import Kernel, device_function, kernel
 from numbagpt.gpu.ptx import (
@@ -63,13 +63,11 @@ def row_product(x, y, start, chunks):
     return quad_sum(total)
 
 
-def make_dq_kernel(
-    HS: int, itemsize: int, KEYS: int, min_blocks: int, IN_REGISTERS: bool
-) -> Kernel:
+def make_dq_kernel(HS: int, itemsize: int, KEYS: int, min_blocks: int, KEPT: int) -> Kernel:
     """The kernel that computes dq, for one head size and storage.
 
-    KEYS          rows of the tiles of K and V
-    IN_REGISTERS  whether Q and dO stay in registers or are read from shared memory for every tile
+    KEYS   rows of the tiles of K and V
+    KEPT   of Q and dO, how many stay in registers; the others are read again for every tile
     """
     WIDTH = 16 // itemsize
     CHUNKS = HS // WIDTH  # of 16 bytes in a row
@@ -107,7 +105,7 @@ def make_dq_kernel(
         b = int32(head // NH)
         h = int32(head - b * NH)
         q0 = int32(ROWS * (cuda.gridDim.y - 1 - cuda.blockIdx.y))  # long blocks first
-        end = min(int32(q0 + ROWS), T)  # of the keys that are seen
+        end = int32(q0 + ROWS)  # of the keys that are seen, or of T
         C = int64(NH) * HS
         stride = 3 * C
         q_start = int64(b) * T * stride + h * HS  # of token 0; k follows C behind q, v behind k
@@ -139,26 +137,29 @@ def make_dq_kernel(
 
         copy_async_wait(0)
         cuda.syncthreads()
-        if IN_REGISTERS:
+        if KEPT >= 1:
             load_left_rows(q, tile, 0, CHUNKS)
+        if KEPT >= 2:
             load_left_rows(do, tile, TILE, CHUNKS)
-        stage = int32(2 * TILE)
         k0 = int32(0)
         while k0 < end:
             copy_async_wait(0)
             cuda.syncthreads()  # the copies have arrived, and nobody reads the other stage any more
-            k1 = int32(k0 + KEYS)
+            stage = int32(2 * TILE + (uint32(k0) // uint32(KEYS) & 1) * STAGE)
             other = int32(4 * TILE + STAGE - stage)
+            k1 = int32(k0 + KEYS)
             if k1 < end:
                 k_next += KEYS * stride
                 load_my_chunks(tile, other, qkv, k_next, stride, k1, T, KEYS, CHUNKS)
                 load_my_chunks(tile, other + KTILE, qkv, k_next + C, stride, k1, T, KEYS, CHUNKS)
                 copy_async_commit()
-            if IN_REGISTERS:
+            if KEPT >= 1:
                 rows_times_rows(s, q, tile, stage, KEYS, CHUNKS)
-                rows_times_rows(dp, do, tile, stage + KTILE, KEYS, CHUNKS)
             else:
                 tile_times_rows(s, tile, 0, stage, KEYS, CHUNKS)
+            if KEPT >= 2:
+                rows_times_rows(dp, do, tile, stage + KTILE, KEYS, CHUNKS)
+            else:
                 tile_times_rows(dp, tile, TILE, stage + KTILE, KEYS, CHUNKS)
             if k1 > q0:
                 mask_above(s, int32(corner + q0 - k0), KEYS // 8)
@@ -168,7 +169,6 @@ def make_dq_kernel(
                         i = 4 * n + 2 * r + c
                         s[i] = exp2(s[i] * scale2 - lse2[r]) * (dp[i] - delta[r])
             weights_times_rows(dq, s, tile, stage, KEYS, CHUNKS)
-            stage = other
             k0 = k1
         cuda.syncwarp()
         store_rows(tile, 0, dq, scale, dqkv, q_start + q0 * stride, stride, q0, T, CHUNKS)
@@ -176,13 +176,11 @@ def make_dq_kernel(
     return flash_mma_dq_kernel
 
 
-def make_dkv_kernel(
-    HS: int, itemsize: int, QUERIES: int, min_blocks: int, IN_REGISTERS: bool
-) -> Kernel:
+def make_dkv_kernel(HS: int, itemsize: int, QUERIES: int, min_blocks: int, KEPT: int) -> Kernel:
     """The kernel that computes dk and dv, for one head size and storage.
 
-    QUERIES       rows of the tiles of Q and dO
-    IN_REGISTERS  whether K and V stay in registers or are read from shared memory for every tile
+    QUERIES   rows of the tiles of Q and dO
+    KEPT      of K and V, how many stay in registers; the others are read again for every tile
     """
     WIDTH = 16 // itemsize
     CHUNKS = HS // WIDTH  # of 16 bytes in a row
@@ -250,8 +248,9 @@ def make_dkv_kernel(
 
         copy_async_wait(0)
         cuda.syncthreads()
-        if IN_REGISTERS:
+        if KEPT >= 1:
             load_left_rows(k, tile, 0, CHUNKS)
+        if KEPT >= 2:
             load_left_rows(v, tile, TILE, CHUNKS)
         stage = int32(0)
         q0 = k0
@@ -275,7 +274,7 @@ def make_dkv_kernel(
             q_tile = int32(2 * TILE + stage * STAGE)
             o_tile = int32(q_tile + QTILE)
             at = int32(column + stage * (2 * QUERIES))
-            if IN_REGISTERS:
+            if KEPT >= 1:
                 rows_times_rows(s, k, tile, q_tile, QUERIES, CHUNKS)
             else:
                 tile_times_rows(s, tile, 0, q_tile, QUERIES, CHUNKS)
@@ -287,7 +286,7 @@ def make_dkv_kernel(
                     s[i] = exp2(s[i] * scale2 - pair[0])
                     s[i + 1] = exp2(s[i + 1] * scale2 - pair[1])
             weights_times_rows(dv, s, tile, o_tile, QUERIES, CHUNKS)
-            if IN_REGISTERS:
+            if KEPT >= 2:
                 rows_times_rows(dp, v, tile, o_tile, QUERIES, CHUNKS)
             else:
                 tile_times_rows(dp, tile, TILE, o_tile, QUERIES, CHUNKS)
@@ -307,26 +306,26 @@ def make_dkv_kernel(
 
 
 # By head size and bytes of a number: rows of the tiles that stream past, the blocks that a
-# multiprocessor holds together, and whether the block's own rows stay in registers.
+# multiprocessor holds together, and how many of the block's own tiles stay in registers.
 DQ_TILES = {
-    (16, 2): (64, 3, True),
-    (32, 2): (64, 3, True),
-    (64, 2): (64, 3, True),
-    (128, 2): (32, 2, True),
-    (16, 4): (64, 3, True),
-    (32, 4): (32, 3, True),
-    (64, 4): (32, 3, True),
-    (128, 4): (16, 2, False),
+    (16, 2): (64, 3, 2),
+    (32, 2): (64, 3, 2),
+    (64, 2): (64, 3, 2),
+    (128, 2): (32, 2, 2),
+    (16, 4): (64, 3, 2),
+    (32, 4): (32, 3, 2),
+    (64, 4): (32, 3, 1),
+    (128, 4): (16, 2, 0),
 }
 DKV_TILES = {
-    (16, 2): (64, 3, True),
-    (32, 2): (64, 3, True),
-    (64, 2): (64, 2, True),
-    (128, 2): (32, 2, False),
-    (16, 4): (64, 3, True),
-    (32, 4): (32, 3, True),
-    (64, 4): (32, 2, True),
-    (128, 4): (16, 2, False),
+    (16, 2): (64, 3, 2),
+    (32, 2): (64, 3, 2),
+    (64, 2): (32, 3, 1),
+    (128, 2): (32, 2, 0),
+    (16, 4): (64, 3, 2),
+    (32, 4): (32, 3, 2),
+    (64, 4): (32, 2, 2),
+    (128, 4): (16, 2, 0),
 }
 dq_kernels = {key: make_dq_kernel(*key, *tiles) for key, tiles in DQ_TILES.items()}
 dkv_kernels = {key: make_dkv_kernel(*key, *tiles) for key, tiles in DKV_TILES.items()}
