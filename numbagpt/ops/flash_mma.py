@@ -124,6 +124,7 @@ def make_forward_kernel(HS: int, itemsize: int, KEYS: int, min_blocks: int) -> K
         o_start = (int64(b) * T + q0) * C + h * HS
         store_rows(tile, 0, o, float32(1), out, o_start, C, q0, T, CHUNKS)
 
+    flash_mma_forward_kernel.__name__ += f"_{HS}"
     return flash_mma_forward_kernel
 
 

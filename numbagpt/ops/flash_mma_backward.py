@@ -173,6 +173,7 @@ def make_dq_kernel(HS: int, itemsize: int, KEYS: int, min_blocks: int, KEPT: int
         cuda.syncwarp()
         store_rows(tile, 0, dq, scale, dqkv, q_start + q0 * stride, stride, q0, T, CHUNKS)
 
+    flash_mma_dq_kernel.__name__ += f"_{HS}"
     return flash_mma_dq_kernel
 
 
@@ -302,6 +303,7 @@ def make_dkv_kernel(HS: int, itemsize: int, QUERIES: int, min_blocks: int, KEPT:
         store_rows(tile, 0, dk, scale, dqkv, k_start, stride, k0, T, CHUNKS)
         store_rows(tile, TILE, dv, float32(1), dqkv, k_start + C, stride, k0, T, CHUNKS)
 
+    flash_mma_dkv_kernel.__name__ += f"_{HS}"
     return flash_mma_dkv_kernel
 
 
