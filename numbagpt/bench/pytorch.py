@@ -114,16 +114,17 @@ def _elapsed(function: Callable[[], object]) -> float:
 def operation_seconds(make_call: Callable[[], Callable[[], object]], nbytes: int) -> float:
     """Median seconds of an operation, measured as bench.timing does: in a CUDA graph, over more
     buffers than the L2 cache holds. make_call makes one set of buffers of `nbytes`."""
-    calls = [make_call() for _ in range(min(16, max(2, -(-CACHE_BYTES // max(nbytes, 1)))))]
     side = torch.cuda.Stream()
+    # a backward pass runs on the stream of its forward pass, which must be the captured one
     with torch.cuda.stream(side):
+        calls = [make_call() for _ in range(min(16, max(2, -(-CACHE_BYTES // max(nbytes, 1)))))]
         for call in calls:
             call()
-    side.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
+        side.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=side):
+            for call in calls:
+                call()
     graph.replay()
     return float(np.median([_elapsed(graph.replay) for _ in range(11)])) / len(calls)
 
