@@ -1,4 +1,4 @@
-"""500 steps of GPT-2 124M in bf16 against PyTorch's bf16, from the same weights on the same batches.
+"""500 steps of GPT-2 124M in bf16 against PyTorch in bf16: same weights, same batches.
 
 PyTorch keeps float32 parameters and computes under autocast; both read tinyshakespeare in order.
 """
