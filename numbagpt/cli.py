@@ -116,9 +116,14 @@ def choose_device(options: argparse.Namespace) -> tuple["Device", str]:
         print(f"the CPU is used: {problem}", file=sys.stderr)
     if device.name != "cuda":
         return device, device.name
-    from numbagpt.gpu import runtime
+    from numbagpt.gpu import kernel, runtime
 
+    kernel.on_compile = _say_compiled
     return device, runtime.gpu_info().name
+
+
+def _say_compiled(name: str, seconds: float) -> None:
+    print(f"compiled {name} in {seconds:.1f} s, for this and later runs", file=sys.stderr)
 
 
 def model_options(

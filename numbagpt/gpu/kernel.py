@@ -12,6 +12,7 @@ Python float passed as a scalar would make the kernel compute in float64; a kern
 and inspected on a machine with no GPU; and the reader sees what the arguments are.
 """
 
+import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -26,6 +27,10 @@ from numbagpt.gpu import runtime, simulator, stream
 MAX_GRID_X = 2**31 - 1
 
 _registry: list["Kernel"] = []
+
+# Called with a kernel's name and the seconds it took, when one is compiled that the cache on disk
+# did not hold. A program sets it, so that its first start does not seem to hang.
+on_compile: Callable[[str, float], None] | None = None
 
 
 def ceil_div(n: int, d: int) -> int:
@@ -140,7 +145,11 @@ class Kernel:
         if signature not in self._dispatchers:
             runtime.configure()
             compiler = cuda.jit(signature, cache=True, **self.options)
-            self._dispatchers[signature] = compiler(self.function)
+            start = time.perf_counter()
+            dispatcher = compiler(self.function)
+            if on_compile and not dispatcher.stats.cache_hits:
+                on_compile(self.__name__, time.perf_counter() - start)
+            self._dispatchers[signature] = dispatcher
         return self._dispatchers[signature]
 
     def ptx(self, signature: Signature, compute_capability: tuple) -> str:
