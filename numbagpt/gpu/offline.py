@@ -89,8 +89,13 @@ def float64_instructions(ptx: str) -> list[str]:
     return [line for line in code if ".f64" in line and not line.startswith(".reg")]
 
 
-def assemble(ptx: str) -> Resources:
-    """What ptxas reports for PTX that holds one kernel. UserError where there is no ptxas."""
+def assemble(ptx: str, architecture: str | None = None) -> Resources:
+    """What ptxas reports for PTX that holds one kernel.
+
+    architecture  such as "sm_90", where it is to be a newer one than the PTX was made for
+
+    Raises UserError where there is no ptxas.
+    """
     ptxas = find_nvidia_binary_utility("ptxas") or shutil.which("ptxas")
     if ptxas is None:
         raise UserError(
@@ -98,7 +103,7 @@ def assemble(ptx: str) -> Resources:
             "(pip install nvidia-cuda-nvcc-cu12, or nvidia-cuda-nvcc for CUDA 13) "
             "or with a CUDA toolkit whose bin folder is on the PATH"
         )
-    architecture = re.search(r"^\.target (sm_\w+)", ptx, re.MULTILINE)[1]
+    architecture = architecture or re.search(r"^\.target (sm_\w+)", ptx, re.MULTILINE)[1]
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "kernel.ptx")
         source.write_text(ptx)
