@@ -85,3 +85,37 @@ def store_row(arr, start, x, part, lanes, C):
             for k in range(width(arr)):
                 part[k] = x[n * width(arr) + k]
             store(arr, start + c, part)
+
+
+# ---- rows in shared memory, always float32 --------------------------------------------------------
+
+
+@device_function
+def load_part(x, part, arr, start, count):
+    """x[:count] = arr[start : start + count], 16 bytes at a time; part: MAX_WIDTH registers."""
+    for v in range(0, count, width(arr)):
+        load(part, arr, start + v)
+        for k in range(width(arr)):
+            x[v + k] = part[k]
+
+
+@device_function
+def add_part(arr, start, x, part, count):
+    """arr[start : start + count] += x[:count], likewise; for one thread's own elements."""
+    for v in range(0, count, width(arr)):
+        load(part, arr, start + v)
+        for k in range(width(arr)):
+            part[k] += x[v + k]
+        store(arr, start + v, part)
+
+
+@device_function
+def keep_row(shared, start, x, part, arr, lanes, C):
+    """shared[start : start + C] = the lanes' values x, which lie as load_row lays those of arr."""
+    for n in range(vectors_per_lane(arr, C, lanes)):
+        c = (n * lanes + lane_of(lanes)) * width(arr)
+        if c < C:
+            for v in range(0, width(arr), width(shared)):
+                for k in range(width(shared)):
+                    part[k] = x[n * width(arr) + v + k]
+                store(shared, start + c + v, part)
