@@ -7,7 +7,7 @@ copies while the one before it is worked on. The block's own rows and the accumu
 registers, and no block writes what another one writes: no atomics, and the same bits at every run.
 
 The instructions are synchronous: a warp waits for its product. So the tensor cores are kept busy by
-other warps, and the tiles are so long that 12 to 16 warps find room on a multiprocessor.
+other warps: the tables of tiles below leave room for 8 to 16 of them on a multiprocessor.
 """
 
 from numba import cuda, float32, int32, int64, types, uint16, uint32, void
