@@ -87,7 +87,7 @@ def store_row(arr, start, x, part, lanes, C):
             store(arr, start + c, part)
 
 
-# ---- rows in shared memory, always float32 --------------------------------------------------------
+# ---- rows in shared memory, always float32 -------------------------------------------------------
 
 
 @device_function
