@@ -1,317 +1,17 @@
 """Every operation by itself: µs, GB/s or TFLOP/s, and the share of what this GPU can do.
 
-Memory-bound operations are held against the measured bandwidth of a copy, products against the
-fastest product of the table. Bytes are those that must move: each input read once, each output
-written once, an accumulated one both.
+Memory-bound operations are held against a copy: of 1 GiB, the GPU's best ("of peak"), and of as
+many bytes as the operation moves ("of copy"), since no small kernel reaches the rate of a large
+one. Bytes are those that must move: each input read once, each output written once, an accumulated
+one both.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 
-import numpy as np
-from numba import cuda
-
+from numbagpt.bench.cases import cases
 from numbagpt.bench.timing import copy_bandwidth, median_seconds
 from numbagpt.config import GPT2Config
-from numbagpt.gpu import blas
-from numbagpt.gpu.vec import float32_to_bf16
-from numbagpt.ops.adamw import adamw_update
-from numbagpt.ops.attention import attention_backward, attention_forward
-from numbagpt.ops.classifier import fused_classifier
-from numbagpt.ops.encoder import encoder_backward, encoder_forward, token_runs
-from numbagpt.ops.flash_attention import (
-    flash_attention_backward,
-    flash_attention_forward,
-    flash_attention_scratch,
-)
-from numbagpt.ops.fused_residual import fused_residual_forward
-from numbagpt.ops.gelu import gelu_backward, gelu_forward
-from numbagpt.ops.global_norm import global_norm, global_norm_partials
-from numbagpt.ops.layernorm import (
-    layernorm_backward,
-    layernorm_backward_scratch,
-    layernorm_forward,
-)
-from numbagpt.ops.matmul import (
-    matmul_backward,
-    matmul_backward_bias,
-    matmul_backward_bias_scratch,
-    matmul_forward,
-    matmul_gelu_forward,
-)
-from numbagpt.ops.permute import permute, unpermute
-from numbagpt.ops.residual import residual_forward
-from numbagpt.ops.softmax import softmax_backward, softmax_forward
-
-MakeCall = Callable[[], Callable[[], None]]
-
-
-@dataclass(frozen=True)
-class Case:
-    """One row of the table: what to run, and the bytes or FLOPs that it must take."""
-
-    name: str
-    shape: str
-    make_call: MakeCall
-    nbytes: int
-    flops: int = 0
-
-
-class Arrays:
-    """Random device arrays; bf16 or float32 storage for activations and weights."""
-
-    def __init__(self, storage: type) -> None:
-        self.storage = np.dtype(storage)
-        self._rng = np.random.default_rng(1)
-        self._noise = self._rng.standard_normal(1 << 20, dtype=np.float32)
-
-    def floats(self, *shape: int) -> object:
-        """float32 normal numbers (a repeated block of them: only their speed matters)."""
-        return cuda.to_device(np.resize(self._noise, shape))
-
-    def stored(self, *shape: int) -> object:
-        """The same in the storage type."""
-        values = np.resize(self._noise, shape)
-        return cuda.to_device(float32_to_bf16(values) if self.storage == np.uint16 else values)
-
-    def tokens(self, *shape: int, below: int) -> np.ndarray:
-        """int32 tokens, frequent ones and rare ones as in text (Zipf)."""
-        return (self._rng.zipf(1.2, shape) % below).astype(np.int32)
-
-
-def cases(config: GPT2Config, B: int, T: int, storage: type = np.float32) -> Iterator[Case]:
-    """The operations of a training step of this model on batches of (B, T)."""
-    C, NH, Vp, V = config.channels, config.num_heads, config.padded_vocab_size, config.vocab_size
-    N, HS = B * T, config.head_size
-    arrays = Arrays(storage)
-    stored, floats = arrays.stored, arrays.floats
-    s = arrays.storage.itemsize
-    act = s * N * C  # bytes of one (B, T, C) activation
-    btc = f"({B}, {T}, {C})"
-
-    def case(name: str, shape: str, make: MakeCall, nbytes: int, flops: int = 0) -> Case:
-        return Case(name, shape, make, nbytes, flops)
-
-    def call(function: Callable, *make_arguments: object) -> MakeCall:
-        """Arguments that are callable are made anew for each set of buffers."""
-
-        def make_call() -> Callable[[], None]:
-            arguments = [a() if callable(a) else a for a in make_arguments]
-            return lambda: function(*arguments)
-
-        return make_call
-
-    def x(*shape: int) -> Callable[[], object]:
-        return lambda: stored(*shape)
-
-    def f(*shape: int) -> Callable[[], object]:
-        return lambda: floats(*shape)
-
-    tokens = arrays.tokens(B, T, below=V)
-    order, starts = map(cuda.to_device, token_runs(tokens))
-    distinct = np.unique(tokens).size
-    inp = cuda.to_device(tokens)
-    yield case(
-        "encoder_forward",
-        btc,
-        call(encoder_forward, x(B, T, C), inp, x(Vp, C), x(T, C)),
-        act + s * distinct * C + s * T * C,
-    )
-    yield case(
-        "encoder_backward",
-        btc,
-        call(encoder_backward, f(Vp, C), f(T, C), x(B, T, C), inp, order, starts),
-        2 * act + 8 * distinct * C + 8 * T * C,
-    )
-    yield case(
-        "layernorm_forward",
-        btc,
-        call(layernorm_forward, x(B, T, C), f(B, T), f(B, T), x(B, T, C), x(C), x(C)),
-        2 * act,
-    )
-    scratch = floats(layernorm_backward_scratch(N, C))
-    yield case(
-        "layernorm_backward",
-        btc,
-        call(
-            layernorm_backward,
-            *(x(B, T, C), f(C), f(C), x(B, T, C), x(B, T, C), x(C), f(B, T), f(B, T), scratch),
-        ),
-        4 * act,
-    )
-    yield case(
-        "residual_forward",
-        btc,
-        call(residual_forward, x(B, T, C), x(B, T, C), x(B, T, C)),
-        3 * act,
-    )
-    yield case(
-        "fused_residual_forward",
-        btc,
-        call(
-            fused_residual_forward,
-            *(x(B, T, C), x(B, T, C), f(B, T), f(B, T), x(B, T, C), x(B, T, C), x(C), x(C)),
-        ),
-        4 * act,
-    )
-    wide = f"({B}, {T}, {4 * C})"
-    yield case("gelu_forward", wide, call(gelu_forward, x(N, 4 * C), x(N, 4 * C)), 8 * act)
-    yield case(
-        "gelu_backward",
-        wide,
-        call(gelu_backward, x(N, 4 * C), x(N, 4 * C), x(N, 4 * C)),
-        12 * act,
-    )
-    scratch = floats(matmul_backward_bias_scratch(N, 4 * C))
-    yield case(
-        "matmul_backward_bias",
-        wide,
-        call(matmul_backward_bias, f(4 * C), x(N, 4 * C), scratch),
-        4 * act,
-    )
-    # Half of the scores are masked: two products of half the size forward, five backward.
-    heads, flops = f"({B}, {NH}, {T}, {HS})", 2 * B * NH * T * T * HS
-    yield case(
-        "flash_attention_forward",
-        heads,
-        call(flash_attention_forward, x(B, T, C), f(B, NH, T), x(B, T, 3 * C)),
-        4 * act,
-        flops,
-    )
-    scratch = floats(flash_attention_scratch(B, T, NH))
-    yield case(
-        "flash_attention_backward",
-        heads,
-        call(
-            flash_attention_backward,
-            *(x(B, T, 3 * C), x(B, T, C), x(B, T, 3 * C), x(B, T, C), f(B, NH, T), scratch),
-        ),
-        8 * act,
-        5 * flops // 2,
-    )
-    if storage == np.float32:
-        yield from _materialized_attention(B, T, C, NH, HS, call, f)
-    yield case(
-        "fused_classifier",
-        f"({B}, {T}, {Vp})",
-        call(_classifier(V), x(B, T, Vp), f(B, T), inp),
-        2 * s * N * Vp,
-    )
-    P = 1 << 27
-    hyper = cuda.to_device(np.array([1e-4, 0.1, 0.05], np.float32))
-    one = cuda.to_device(np.ones(1, np.float32))
-    yield case(
-        "adamw_update",
-        f"({P},)",
-        call(adamw_update, f(P), f(P), f(P), f(P), hyper, one, 0.9, 0.95, 1e-8, 0.1),
-        28 * P,
-    )
-    yield case(
-        "global_norm",
-        f"({P},)",
-        call(global_norm, f(1), f(1), f(P), f(global_norm_partials(P)), 1.0),
-        4 * P,
-    )
-    yield case(
-        "matmul_gelu_forward fc",
-        f"({N}, {C}) x ({C}, {4 * C})",
-        call(matmul_gelu_forward, x(N, 4 * C), x(N, 4 * C), x(N, C), x(4 * C, C), x(4 * C)),
-        s * (N * C + 4 * C * C + 8 * N * C),
-        8 * N * C * C,
-    )
-    yield case(
-        "matmul_backward fcproj",
-        f"({N}, {C}) x ({C}, {4 * C}), dX dGELU dW",
-        call(
-            _dgelu,
-            *(x(N, 4 * C), f(C, 4 * C), x(N, C), x(N, 4 * C), x(C, 4 * C), x(N, 4 * C)),
-        ),
-        s * (2 * N * C + 4 * C * C + 12 * N * C) + 32 * C * C,
-        16 * N * C * C,
-    )
-    for name, K, OC in (
-        ("qkv", C, 3 * C),
-        ("attproj", C, C),
-        ("fc", C, 4 * C),
-        ("fcproj", 4 * C, C),
-        ("lm-head", C, Vp),
-    ):
-        bias = None if name == "lm-head" else x(OC)
-        yield case(
-            f"matmul_forward {name}",
-            f"({N}, {K}) x ({K}, {OC})",
-            call(matmul_forward, x(N, OC), x(N, K), x(OC, K), bias),
-            s * (N * K + OC * K + N * OC),
-            2 * N * K * OC,
-        )
-        yield case(
-            f"matmul dX {name}",
-            f"({N}, {OC}) x ({OC}, {K})",
-            call(blas.matmul, x(N, K), x(N, OC), x(OC, K)),
-            s * (N * K + OC * K + N * OC),
-            2 * N * K * OC,
-        )
-        yield case(
-            f"matmul dW {name}",
-            f"({OC}, {N}) x ({N}, {K})",
-            call(_accumulate, f(OC, K), x(N, OC), x(N, K)),
-            s * (N * K + N * OC) + 8 * OC * K,
-            2 * N * K * OC,
-        )
-
-
-def _materialized_attention(B, T, C, NH, HS, call, f) -> Iterator[Case]:
-    qkv, heads, square = (B, T, 3 * C), (B, NH, T, HS), (B, NH, T, T)
-    act, att = 4 * B * T * C, 4 * B * NH * T * T
-    flops = 4 * B * NH * T * T * HS
-    shape = f"({B}, {NH}, {T}, {HS})"
-    inp = f(max(B * T * 3 * C, B * NH * T * T))
-    yield Case("permute", shape, call(permute, f(3, *heads), f(*qkv)), 6 * act)
-    yield Case("unpermute", shape, call(unpermute, f(B, T, C), f(*heads)), 2 * act)
-    triangle = f"{square}, lower half"
-    yield Case(
-        "softmax_forward", triangle, call(softmax_forward, f(*square), f(*square), 0.125), att
-    )
-    yield Case(
-        "softmax_backward",
-        triangle,
-        call(softmax_backward, f(*square), f(*square), f(*square), 0.125),
-        3 * att // 2,
-    )
-    yield Case(
-        "attention_forward",
-        shape,
-        call(attention_forward, f(B, T, C), f(3, *heads), f(*square), inp),
-        10 * act + 3 * att,
-        flops,
-    )
-    yield Case(
-        "attention_backward",
-        shape,
-        call(
-            attention_backward,
-            *(f(*qkv), f(3, *heads), f(*square), inp, f(B, T, C), f(B, T, C), f(3, *heads)),
-            f(*square),
-        ),
-        16 * act + 6 * att,
-        2 * flops,
-    )
-
-
-def _dgelu(dinp: object, dweight: object, dout: object, inp: object, weight: object, pre: object):
-    matmul_backward(dinp, dweight, None, dout, inp, weight, None, pre=pre)
-
-
-def _classifier(V: int) -> Callable:
-    def run(logits: object, losses: object, targets: object) -> None:
-        fused_classifier(logits, losses, None, None, targets, V)
-
-    return run
-
-
-def _accumulate(dweight: object, dout: object, inp: object) -> None:
-    blas.matmul(dweight, dout, inp, transpose_a=True, beta=1.0)
 
 
 def report(
@@ -322,27 +22,26 @@ def report(
     only   selects by part of the name
     peer   adds PyTorch's time where it has the operation
     """
-    peak = copy_bandwidth()
+    peak = copy_bandwidth(8 << 28)
     theirs = pytorch_operations(config, B, T, storage) if peer else {}
     yield f"copy of 1 GiB: {peak / 1e9:.0f} GB/s"
     yield (
-        f"{'operation':24} {'shape':34} {'µs':>9} {'GB/s':>6} {'TFLOP/s':>8} {'of copy':>8}"
-        + (f" {'PyTorch':>9}" if peer else "")
+        f"{'operation':26} {'shape':34} {'µs':>9} {'GB/s':>6} {'of peak':>7} {'of copy':>7} "
+        f"{'TFLOP/s':>8} {'PyTorch':>9}"
     )
     for case in cases(config, B, T, storage):
         if only not in case.name:
             continue
         seconds = median_seconds(case.make_call, case.nbytes)
-        bandwidth = case.nbytes / seconds
-        rate = f"{case.flops / seconds / 1e12:8.1f}" if case.flops else " " * 8
-        share = " " * 8 if case.flops else f"{bandwidth / peak:8.0%}"
-        peer_time = ""
+        rate = case.nbytes / seconds
+        if case.flops:
+            columns = f"{'':15} {case.flops / seconds / 1e12:8.1f}"
+        else:
+            same_size = copy_bandwidth(case.nbytes)
+            columns = f"{rate / peak:7.0%} {rate / same_size:7.0%} {'':8}"
         if case.name in theirs:
-            peer_time = f" {theirs[case.name](case.nbytes) * 1e6:9.1f}"
-        yield (
-            f"{case.name:24} {case.shape:34} {seconds * 1e6:9.1f} {bandwidth / 1e9:6.0f} "
-            f"{rate} {share}{peer_time}"
-        )
+            columns += f" {theirs[case.name](case.nbytes) * 1e6:9.1f}"
+        yield f"{case.name:26} {case.shape:34} {seconds * 1e6:9.1f} {rate / 1e9:6.0f} {columns}"
 
 
 def pytorch_operations(

@@ -6,6 +6,7 @@ The calls of a graph go round several sets of buffers that together exceed the L
 kernel would find in cache what in training it has to fetch from memory.
 """
 
+import functools
 from collections.abc import Callable
 from itertools import cycle, islice
 
@@ -64,9 +65,22 @@ def copy_kernel(out, inp, N):
         store(out, i, x)
 
 
-def copy_bandwidth() -> float:
-    """Bytes per second, read and written, of a copy between two arrays of 1 GiB."""
-    N = 1 << 28
+def fill(out: object, noise: object) -> object:
+    """Repeat the device array `noise` over the whole of `out`; returns out."""
+    flat = out.reshape(-1)
+    for start in range(0, flat.size, noise.size):
+        part = flat[start : start + noise.size]
+        part.copy_to_device(noise[: part.size])
+    return out
+
+
+@functools.cache
+def copy_bandwidth(nbytes: int) -> float:
+    """Bytes per second of a copy that reads and writes `nbytes` in all.
+
+    Small copies do not reach the rate of large ones: filling and draining the GPU takes some 2 µs.
+    """
+    N = ceil_div(nbytes, 8 * 4) * 4
 
     def make_call() -> Callable[[], None]:
         out, inp = (cuda.device_array(N, np.float32) for _ in range(2))
