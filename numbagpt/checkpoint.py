@@ -111,24 +111,22 @@ def load_model(path: str | os.PathLike) -> tuple[GPT2Config, dict[str, np.ndarra
 
 
 def latest_checkpoint(folder: str | os.PathLike) -> Path:
-    """The model_<step>.bin with the highest step in `folder`.
+    """The model_<step>.bin in `folder` that was written last.
 
+    Not the one with the highest step: a shorter run into the same folder is the newer one.
     Raises UserError if there is none.
     """
     folder = Path(folder)
     if not folder.is_dir():
         raise UserError(f"no folder {folder}; expected the output folder of a training run")
-    steps = {
-        int(match[1]): entry
-        for entry in folder.iterdir()
-        if (match := CHECKPOINT_NAME.fullmatch(entry.name))
-    }
-    if not steps:
+    checkpoints = [p for p in folder.iterdir() if CHECKPOINT_NAME.fullmatch(p.name)]
+    if not checkpoints:
         raise UserError(
             f"no model in folder {folder}; expected model_<step>.bin as training writes it, "
             "or config.json with model.safetensors"
         )
-    return steps[max(steps)]
+    # files copied in the same instant: the later step
+    return max(checkpoints, key=lambda path: (path.stat().st_mtime_ns, len(path.name), path.name))
 
 
 def export(source: str | os.PathLike, folder: str | os.PathLike) -> int:

@@ -1,6 +1,7 @@
 """numbagpt.checkpoint: llm.c's .bin, byte for byte, and every way a file can be wrong."""
 
 import json
+import os
 import struct
 import subprocess
 import sys
@@ -225,9 +226,11 @@ def test_what_is_not_a_model(tmp_path):
 
 
 def test_the_newest_checkpoint_of_a_folder(tmp_path):
-    # Steps count, not names or dates: 99999999 < 100000000. The rest are not checkpoints.
+    # The last written, and of two at the same time the later step: 99999999 < 100000000. The rest
+    # are not checkpoints.
     for name in ["model_100000000.bin", "model_99999999.bin", "model_00000003.bin"]:
         (tmp_path / name).write_bytes(b"")
+        os.utime(tmp_path / name, (1000, 1000))
     for name in [
         ".model_999999999.bin.0123.tmp",
         "model_999999999.bin.old",
@@ -235,6 +238,8 @@ def test_the_newest_checkpoint_of_a_folder(tmp_path):
     ]:
         (tmp_path / name).write_bytes(b"")
     assert latest_checkpoint(tmp_path) == tmp_path / "model_100000000.bin"
+    os.utime(tmp_path / "model_00000003.bin", (1001, 1001))
+    assert latest_checkpoint(tmp_path) == tmp_path / "model_00000003.bin"
     parameters = make_parameters()
     write_model(tmp_path / "model_100000000.bin", CONFIG, parameters)
     config, got = load_model(tmp_path)
