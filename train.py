@@ -53,7 +53,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.switch("--overfit_single_batch", "train on the first batch only")
     parser.section("optimization")
     flag("--num_iterations", count, None, "steps (default: 1000 on a GPU, 100 elsewhere)")
-    flag("--learning_rate", positive, None, "the highest (default: 2e-3 for nano, else 3e-4)")
+    flag("--learning_rate", positive, None, "the highest (default: 2e-3 for nano, else 6e-4)")
     flag("--warmup_iters", from_zero, None, "steps of warm-up (default: 5%% of all steps)")
     flag("--learning_rate_decay_frac", fraction, 0.1, "last learning rate as part of the highest")
     flag("--weight_decay", not_negative, 0.1, "of matrices and embeddings")
@@ -114,7 +114,7 @@ def fill_in_defaults(options: argparse.Namespace, config: GPT2Config, on_gpu: bo
     default("total_batch_size", options.batch_size * T)
     options.accumulation_steps = count_batches(options.total_batch_size, options.batch_size, T)
     default("num_iterations", 1000 if on_gpu else 100)
-    default("learning_rate", 2e-3 if options.model == "nano" else 3e-4)
+    default("learning_rate", 2e-3 if options.model == "nano" else 6e-4)
     default("warmup_iters", options.num_iterations // 20)
     if options.input_bin is None:
         from numbagpt.corpus import default_corpus
@@ -267,7 +267,7 @@ class Run:
         from numbagpt.checkpoint import write_model
 
         path = Path(self.options.output_dir) / f"model_{step:08d}.bin"
-        write_model(path, self.model.config, self.model.parameters())
+        write_model(path, self.model.config, self.model.each_parameter())
         self.progress.last_checkpoint = path
         print(f"wrote {path}")
 

@@ -1,5 +1,7 @@
 """Everything a GPT-2 on a device holds, and the views that its operations work on."""
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from numbagpt.config import GPT2Config
@@ -183,9 +185,14 @@ class ModelState:
                 self.device.upload(self.weights[name], float32_to_bf16(values))
             self.device.synchronize()  # the copies are done before `values` may go
 
+    def each_parameter(self) -> Iterator[tuple[str, np.ndarray]]:
+        """Names and values of the 16 tensors, one at a time in the host's memory."""
+        for name in self.shapes:
+            yield name, self.device.to_host(self.params[name])
+
     def parameters(self) -> dict[str, np.ndarray]:
         """The 16 tensors as NumPy arrays."""
-        return {name: self.device.to_host(self.params[name]) for name in self.shapes}
+        return dict(self.each_parameter())
 
     def gradients(self) -> dict[str, np.ndarray]:
         """The gradients of the 16 tensors as NumPy arrays."""
