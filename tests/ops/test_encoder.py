@@ -7,7 +7,7 @@ import pytest
 from check import Place, finite_difference, poisoned, relative_error
 
 from numbagpt.gpu.vec import bf16_to_float32, float32_to_bf16
-from numbagpt.ops import encoder
+from numbagpt.ops import encoder_backward as encoder_backward_module
 from numbagpt.ops.encoder import (
     encoder_backward,
     encoder_backward_reference,
@@ -90,17 +90,31 @@ def test_backward_leaves_other_rows_alone(place: Place) -> None:
     np.testing.assert_array_equal(dwpe[3:], before_dwpe[3:])
 
 
-def test_backward_with_fewer_blocks_than_runs(
-    place: Place, monkeypatch: pytest.MonkeyPatch
+# Around every length at which the work is divided otherwise: 56 places make a run long, a warp sees
+# 32 at a time and owns 8, and two rows are under way at once.
+LENGTHS = [130, 90, 64, 57, 56, 55, 54, 41, 33, 32, 31, 30, 25, 24, 23, 22, 17, 16, 15, 9, 9, 8, 8]
+LENGTHS += [7, 7, 7, 6, 5, 4, 4, 3, 3, 3, 2, 2, 2, 2, 2] + 30 * [1]
+
+
+@pytest.mark.parametrize("blocks", [2, 64])
+@pytest.mark.parametrize("storage", [np.float32, np.uint16])
+@pytest.mark.parametrize("dropped", [0, 3, 14, 36])
+def test_backward_of_runs_of_every_length(
+    place: Place, monkeypatch: pytest.MonkeyPatch, dropped: int, storage: type, blocks: int
 ) -> None:
-    monkeypatch.setattr(encoder, "RUN_BLOCKS", 2)
-    # 5 long runs and 150 short ones for 2 blocks of 64 teams: each goes round its loops again.
-    tokens = np.concatenate([np.repeat(np.arange(5), 70), np.arange(5, 155)])
-    inp = np.random.default_rng(3).permutation(tokens).reshape(-1, 5).astype(np.int32)
-    dwte, dwpe = random_tables(155, 8)
-    dout = np.random.default_rng(4).standard_normal((*inp.shape, 8)).astype(np.float32)
+    monkeypatch.setattr(encoder_backward_module, "RUN_BLOCKS", blocks)
+    lengths = LENGTHS[dropped:]
+    tokens = np.repeat(np.arange(len(lengths)), lengths)
+    inp = np.random.default_rng(3).permutation(tokens).reshape(1, -1).astype(np.int32)
+    rng = np.random.default_rng(4)
+    dwte = rng.standard_normal((len(lengths), 8)).astype(np.float32)
+    dwpe = rng.standard_normal((inp.size, 8)).astype(np.float32)
+    dout = rng.standard_normal((*inp.shape, 8)).astype(np.float32)
+    if storage == np.uint16:
+        dout = bf16_to_float32(float32_to_bf16(dout))
     expected_dwte, expected_dwpe = plain_backward(dwte, dwpe, dout, inp)
-    place.run(encoder_backward, dwte, dwpe, dout, inp, *token_runs(inp))
+    stored = float32_to_bf16(dout) if storage == np.uint16 else dout
+    place.run(encoder_backward, dwte, dwpe, stored, inp, *token_runs(inp))
     assert relative_error(dwte, expected_dwte) <= 1e-6
     assert relative_error(dwpe, expected_dwpe) <= 1e-6
 
