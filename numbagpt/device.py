@@ -38,6 +38,9 @@ OPERATIONS = {
     "adamw_update": "adamw",
 }
 
+# GPU memory left for what no plan lists: the kernels' code, cuBLAS and its workspace, graphs.
+RESERVED_BYTES = 512 << 20
+
 
 def _operations(suffix: str) -> SimpleNamespace:
     functions = {}
@@ -147,8 +150,16 @@ class CudaDevice:
     def zeros(self, n: int, dtype: type = np.float32) -> object:
         """A new 1-D buffer of n zeros, float32 unless told otherwise."""
         from numba import cuda
+        from numba.cuda.cudadrv.driver import CudaAPIError
 
-        array = cuda.device_array(n, dtype)
+        try:
+            array = cuda.device_array(n, dtype)
+        except (CudaAPIError, MemoryError) as error:
+            raise UserError(
+                f"the GPU refused {n * np.dtype(dtype).itemsize / 2**20:,.0f} MiB ({error}); other "
+                "programs may have taken its memory meanwhile (nvidia-smi lists them); end them, "
+                "or use a smaller --batch_size"
+            ) from error
         self.clear(array)
         return array
 
@@ -231,10 +242,10 @@ class CudaDevice:
         stream.synchronize()
 
     def free_memory(self) -> int | None:
-        """Bytes of GPU memory that can still be had."""
+        """Bytes of GPU memory that can still be had for a model's buffers."""
         from numba import cuda
 
-        return cuda.current_context().get_memory_info().free
+        return max(0, cuda.current_context().get_memory_info().free - RESERVED_BYTES)
 
 
 def _check(result: tuple) -> tuple:

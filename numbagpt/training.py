@@ -14,6 +14,7 @@ from functools import partial
 import numpy as np
 
 from numbagpt.gpt2 import GPT2
+from numbagpt.gpu.profile import annotate
 from numbagpt.ops.global_norm import global_norm_partials
 
 
@@ -82,15 +83,17 @@ class Trainer:
         self._validate = device.replayable(partial(model.forward, with_gradient=False))
 
     def _enqueue_micro_step(self, accumulate: bool) -> None:
-        self.model.forward(scale=1.0 / self._accumulation_steps, accumulate=accumulate)
-        self.model.backward(accumulate)
+        with annotate("forward"):
+            self.model.forward(scale=1.0 / self._accumulation_steps, accumulate=accumulate)
+        with annotate("backward"):
+            self.model.backward(accumulate)
 
     def _enqueue_update(self) -> None:
-        model = self.model
-        model.ops.global_norm(
-            self._stats[1:], self._grad_scale, self._gradients, self._partials, self._grad_clip
-        )
-        model.update(self._hyper, self._grad_scale, *self._constants)
+        with annotate("update"):
+            self.model.ops.global_norm(
+                self._stats[1:], self._grad_scale, self._gradients, self._partials, self._grad_clip
+            )
+            self.model.update(self._hyper, self._grad_scale, *self._constants)
 
     def step(self, batches: Iterable[np.ndarray], learning_rate: float) -> None:
         """Queue one optimizer step on accumulation_steps packed batches (see gpt2.pack_batch)."""
