@@ -85,22 +85,30 @@ def encoder_backward_reference(
 
 
 @device_function
-def add_rows(total, x, rows, dout, order, begin, end, step, c, C, at_once):
+def add_rows(total, x, rows, places, dout, order, begin, end, step, c, C):
     """total += Σ of dout[order[j]] over j = begin, begin + step, … below end; 16 bytes from c on.
 
-    The rows come at_once at a time. Where fewer are left, the last of the run is read again, so
-    that no load waits for a test, and counts for nothing.
+    The rows come AT_ONCE at a time, their positions a batch ahead. Where fewer are left, the last
+    of the run is read again, so that no load waits for a test, and counts for nothing.
     """
-    for j in range(begin, end, step * at_once):
-        for i in range(at_once):
-            position = order[min(j + i * step, end - 1)]
-            load(x, dout, int64(position) * C + c)
+    last = int32(end - 1)
+    for i in range(AT_ONCE):
+        places[i] = order[min(int32(begin + i * step), last)]
+    left = int32(end - begin)
+    j = int32(begin)
+    while left > 0:
+        j = int32(j + AT_ONCE * step)
+        for i in range(AT_ONCE):
+            load(x, dout, int64(places[i]) * C + c)
             for k in range(width(dout)):
                 rows[i * MAX_WIDTH + k] = x[k]
-        for i in range(at_once):
-            share = float32(1) if j + i * step < end else float32(0)
+        for i in range(AT_ONCE):
+            places[i] = order[min(int32(j + i * step), last)]
+        for i in range(AT_ONCE):
+            share = float32(1) if int32(i * step) < left else float32(0)
             for k in range(width(dout)):
                 total[k] += share * rows[i * MAX_WIDTH + k]
+        left = int32(left - AT_ONCE * step)
 
 
 @device_function
@@ -138,7 +146,7 @@ def sum_sequences(dwpe, dout, i, B, TC, rows, x, total):
 
 
 @device_function
-def sum_long_run(dwte, dout, inp, order, begin, end, c0, C, rows, x, total, shared):
+def sum_long_run(dwte, dout, inp, order, begin, end, c0, C, rows, places, x, total, shared):
     """dwte[token] += Σ of dout over a run, a block together; 128 bytes of the channels from c0 on.
 
     Each of the 64 teams sums every 64th position, then the teams' sums are added in their order.
@@ -149,12 +157,12 @@ def sum_long_run(dwte, dout, inp, order, begin, end, c0, C, rows, x, total, shar
     mine = cuda.threadIdx.x
     adds = mine < channels and c0 + mine < C
     row = int64(inp[order[begin]]) * C
-    if c0 + lane_c < C:
-        for k in range(width(dout)):
-            total[k] = float32(0)
-        add_rows(total, x, rows, dout, order, begin + team, end, TEAMS, c0 + lane_c, C, AT_ONCE)
-        for k in range(width(dout)):
-            shared[team * channels + lane_c + k] = total[k]
+    for k in range(width(dout)):
+        total[k] = float32(0)
+    c = min(c0 + lane_c, C - width(dout))  # lanes beyond the row read its end, for nothing
+    add_rows(total, x, rows, places, dout, order, begin + team, end, TEAMS, c, C)
+    for k in range(width(dout)):
+        shared[team * channels + lane_c + k] = total[k]
     # Under way while the block waits for its slowest team.
     column = dwte[row + c0 + mine] if adds else float32(0)
     cuda.syncthreads()
@@ -173,7 +181,9 @@ def next_begin(begins, place):
 
 
 @device_function
-def sum_short_runs(dwte, dout, inp, order, first, c, inside, N, C, rows, grads, x, total, sums):
+def sum_short_runs(
+    dwte, dout, inp, order, first, c, inside, N, C, rows, places, grads, x, total, sums
+):
     """dwte[token] += Σ of dout for the runs that begin at order[first : first + CHUNK], a warp.
 
     Lane l has place first - 1 + l of the order, its position and token: a run begins where the
@@ -200,8 +210,8 @@ def sum_short_runs(dwte, dout, inp, order, first, c, inside, N, C, rows, grads, 
         if end - begin < LONG_RUN:
             start = int64(own) * C + c
             load_gradient(total, x, dwte, start, dout)
-            first_row, behind = first - 1 + begin, first - 1 + end
-            add_rows(total, x, rows, dout, order, first_row, behind, 1, c, C, AT_ONCE)
+            first_row, behind = int32(first - 1 + begin), int32(first - 1 + end)
+            add_rows(total, x, rows, places, dout, order, first_row, behind, 1, c, C)
             if inside:
                 store_gradient(dwte, start, total, x, dout)
         return
@@ -225,12 +235,12 @@ def sum_short_runs(dwte, dout, inp, order, first, c, inside, N, C, rows, grads, 
         for i in range(SHORT_AT_ONCE):
             source = int32(batch + i)
             start = int64(cuda.shfl_sync(FULL_MASK, token, source)) * C + c
-            if source < end:
-                for k in range(width(dout)):
-                    carried = float32(0) if (begins >> source) & 1 else sums[k]
-                    sums[k] = carried + grads[i * MAX_WIDTH + k] + rows[i * MAX_WIDTH + k]
-                if inside and (begins >> (source + 1)) & 1:
-                    store_gradient(dwte, start, sums, x, dout)
+            # Beyond the end this adds up what nobody reads: a test would delay the loads.
+            for k in range(width(dout)):
+                carried = float32(0) if (begins >> source) & 1 else sums[k]
+                sums[k] = carried + grads[i * MAX_WIDTH + k] + rows[i * MAX_WIDTH + k]
+            if inside and source < end and (begins >> (source + 1)) & 1:
+                store_gradient(dwte, start, sums, x, dout)
 
 
 @kernel(
@@ -255,6 +265,7 @@ def encoder_backward_kernel(dwte, dwpe, dout, inp, order, starts, B, T, C, wpe_b
     of dwte for each different token, and 8 T C of dwpe.
     """
     rows = cuda.local.array(ROW_VALUES, float32)
+    places = cuda.local.array(AT_ONCE, int32)
     grads = cuda.local.array(SHORT_VALUES, float32)
     x = cuda.local.array(MAX_WIDTH, float32)
     total = cuda.local.array(MAX_WIDTH, float32)
@@ -276,7 +287,7 @@ def encoder_backward_kernel(dwte, dwpe, dout, inp, order, starts, B, T, C, wpe_b
         run = block // slices
         while run < N and starts[run + 1] - starts[run] >= LONG_RUN:
             begin, end = starts[run], starts[run + 1]
-            sum_long_run(dwte, dout, inp, order, begin, end, c0, C, rows, x, total, shared)
+            sum_long_run(dwte, dout, inp, order, begin, end, c0, C, rows, places, x, total, shared)
             run += run_blocks
         return
 
@@ -288,7 +299,9 @@ def encoder_backward_kernel(dwte, dwpe, dout, inp, order, starts, B, T, C, wpe_b
         c = (warp % slices * WARP_SIZE + (cuda.threadIdx.x & (WARP_SIZE - 1))) * width(dout)
         inside = c < C
         c = min(c, C - width(dout))  # lanes beyond the row read its end, and write nothing
-        sum_short_runs(dwte, dout, inp, order, first, c, inside, N, C, rows, grads, x, total, sums)
+        sum_short_runs(
+            dwte, dout, inp, order, first, c, inside, N, C, rows, places, grads, x, total, sums
+        )
 
 
 def encoder_backward(dwte, dwpe, dout, inp, order, starts) -> None:
