@@ -47,6 +47,8 @@ EXCHANGE = 4 * MAX_WARPS
 # Warps of a block that adds up partial sums.
 SUM_WARPS = 32
 SUM_THREADS = SUM_WARPS * WARP_SIZE
+# Partial sums that each of them has under way at a time: all, for one block on a multiprocessor.
+SUM_ROWS = 5
 
 
 def layernorm_backward_reference(
@@ -163,8 +165,9 @@ def backward_kernel(C: int, accumulate: bool) -> Kernel:
             load(w, weight, c)
             for k in range(width(inp)):
                 weights[c + k] = w[k]
-        for c in range(cuda.threadIdx.x, SHARED, cuda.blockDim.x):
-            shared[c] = float32(0)
+        if sums == 3:
+            for c in range(cuda.threadIdx.x, SHARED, cuda.blockDim.x):
+                shared[c] = float32(0)
         cuda.syncthreads()
 
         team = cuda.threadIdx.x // LANES
@@ -263,9 +266,21 @@ def layernorm_sum_partials_kernel(dweight, dbias, dresidual_sum, partials, block
     columns = sums * C
     column = cuda.blockIdx.x * WARP_SIZE + lane
     total = float32(0)
+    before = float32(0)
     if column < columns:
-        for row in range(warp, blocks, warps):
-            total += partials[int64(row) * columns + column]
+        if warp == 0:  # the gradient so far, on its way while the partial sums are
+            if column < C:
+                before = dweight[column]
+            elif column < 2 * C:
+                before = dbias[column - C]
+            else:
+                before = dresidual_sum[column - 2 * C]
+        row = int32(warp)
+        while row < blocks:
+            for _ in range(SUM_ROWS):
+                share = float32(1) if row < blocks else float32(0)
+                total += share * partials[int64(min(row, blocks - 1)) * columns + column]
+                row = int32(row + warps)
     shared[cuda.threadIdx.x] = total
     cuda.syncthreads()
     if warp == 0 and column < columns:
@@ -273,11 +288,11 @@ def layernorm_sum_partials_kernel(dweight, dbias, dresidual_sum, partials, block
         for w in range(warps):
             total += shared[w * WARP_SIZE + lane]
         if column < C:
-            dweight[column] += total
+            dweight[column] = before + total
         elif column < 2 * C:
-            dbias[column - C] += total
+            dbias[column - C] = before + total
         else:
-            dresidual_sum[column - 2 * C] += total
+            dresidual_sum[column - 2 * C] = before + total
 
 
 for channels in GPT2_CHANNELS:
