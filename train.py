@@ -53,7 +53,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.switch("--overfit_single_batch", "train on the first batch only")
     parser.section("optimization")
     flag("--num_iterations", count, None, "steps (default: 1000 on a GPU, 100 elsewhere)")
-    flag("--learning_rate", positive, None, "the highest (default: 2e-3 for nano, else 6e-4)")
+    flag("--learning_rate", positive, None, "the highest (default: 2e-3 for nano, else 3e-4)")
     flag("--warmup_iters", from_zero, None, "steps of warm-up (default: 5%% of all steps)")
     flag("--learning_rate_decay_frac", fraction, 0.1, "last learning rate as part of the highest")
     flag("--weight_decay", not_negative, 0.1, "of matrices and embeddings")
@@ -80,6 +80,12 @@ def find_model(model: str, seed: int) -> tuple[GPT2Config, Callable[[], dict[str
     """The model that --model names: its shape, and what gives its weights."""
     if model in PRESETS:
         from numbagpt.init import random_parameters
+
+        if os.path.exists(model):
+            raise UserError(
+                f"--model {model} is a preset, random weights, and there is a {model} here too; "
+                f"write ./{model} for what is here, or rename it"
+            )
 
         return PRESETS[model], lambda: random_parameters(PRESETS[model], seed)
     if not os.path.exists(model):
@@ -114,7 +120,7 @@ def fill_in_defaults(options: argparse.Namespace, config: GPT2Config, on_gpu: bo
     default("total_batch_size", options.batch_size * T)
     options.accumulation_steps = count_batches(options.total_batch_size, options.batch_size, T)
     default("num_iterations", 1000 if on_gpu else 100)
-    default("learning_rate", 2e-3 if options.model == "nano" else 6e-4)
+    default("learning_rate", 2e-3 if options.model == "nano" else 3e-4)
     default("warmup_iters", options.num_iterations // 20)
     if options.input_bin is None:
         from numbagpt.corpus import default_corpus

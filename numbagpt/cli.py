@@ -21,8 +21,9 @@ INTERRUPTED = 130  # what a shell reports for a program that Ctrl-C ended: 128 +
 class Parser(argparse.ArgumentParser):
     """An argument parser whose errors are one line. Flags cannot be abbreviated."""
 
-    def __init__(self, description: str) -> None:
+    def __init__(self, description: str, prog: str | None = None) -> None:
         super().__init__(
+            prog=prog,
             description=description,
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
@@ -43,9 +44,9 @@ class Parser(argparse.ArgumentParser):
         """Add a flag with a few values, the first of them the default."""
         self._section.add_argument(name, choices=choices, default=choices[0], help=text)
 
-    def text(self, name: str, text: str) -> None:
-        """Add a flag whose value is any text, empty by default."""
-        self._section.add_argument(name, default="", help=text, metavar="TEXT")
+    def text(self, name: str, text: str, default: str = "") -> None:
+        """Add a flag whose value is any text."""
+        self._section.add_argument(name, default=default, help=text, metavar="TEXT")
 
     def switch(self, name: str, text: str) -> None:
         """Add a flag without a value."""

@@ -57,7 +57,7 @@ def _depth(num_layers: int, num_heads: int, channels: int) -> GPT2Config:
 
 # d12 … d48 are llm.c's names; the gpt2 ones are Hugging Face's for the same shapes.
 PRESETS = {
-    "nano": GPT2Config(max_seq_len=128, num_layers=3, num_heads=4, channels=128),
+    "nano": GPT2Config(max_seq_len=64, num_layers=3, num_heads=4, channels=128),
     "d12": _depth(12, 12, 768),
     "d24": _depth(24, 16, 1024),
     "d36": _depth(36, 20, 1280),

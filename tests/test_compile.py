@@ -155,7 +155,7 @@ def test_no_ptxas(monkeypatch):
 
 
 def test_table(capsys):
-    offline.main("mean_loss")
+    assert offline.main(["mean_loss"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == [
         "kernel", "storage", "cc", "registers", "stack", "spills", "shared", "f64",
@@ -169,4 +169,4 @@ def test_table(capsys):
 
 def test_table_of_nothing():
     with pytest.raises(UserError, match="no_such_kernel"):
-        offline.main("no_such_kernel")
+        offline.main(["no_such_kernel"])

@@ -273,11 +273,19 @@ def defaults(config, model, on_gpu, **given):
     return options
 
 
+def test_a_preset_does_not_hide_a_folder_of_its_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "gpt2").mkdir()
+    with pytest.raises(UserError, match="write ./gpt2 for what is here"):
+        train.find_model("gpt2", 1)
+    assert train.find_model("gpt2-medium", 1)[0] == PRESETS["gpt2-medium"]
+
+
 def test_defaults_fit_model_and_device():
     gpu = defaults(PRESETS["d12"], "d12", True)
     assert (gpu.batch_size, gpu.sequence_length, gpu.total_batch_size) == (4, 1024, 4096)
     nano = defaults(PRESETS["nano"], "nano", True)
-    assert (nano.batch_size, nano.sequence_length) == (32, 128)
+    assert (nano.batch_size, nano.sequence_length) == (64, 64)
     cpu = defaults(PRESETS["nano"], "nano", False, num_iterations=40)
     assert (cpu.batch_size, cpu.sequence_length, cpu.warmup_iters) == (8, 64, 2)
     assert cpu.input_val_bin is None

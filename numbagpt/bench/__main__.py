@@ -17,12 +17,14 @@ from numbagpt.state import ATTENTIONS, PRECISIONS, best_precision
 
 def main(argv: list[str] | None = None) -> int:
     """Print the tables; returns the exit status."""
-    parser = cli.Parser(__doc__)
+    parser = cli.Parser(__doc__, prog="python -m numbagpt.bench")
     number = cli.number(int, 1)
     parser.section("what is measured")
     parser.add_argument("what", nargs="?", choices=("all", "train", "kernels"), default="all")
-    parser.flag("--model", str, "d12", f"the shape: {', '.join(PRESETS)}")
-    parser.flag("--batch_sizes", str, "4,16", "B, separated by commas; kernels take the last")
+    parser.text("--model", f"the shape: {', '.join(PRESETS)} (default: d12)", "d12")
+    parser.text(
+        "--batch_sizes", "B, separated by commas; kernels take the last (default: 4,16)", "4,16"
+    )
     parser.flag("--sequence_length", number, 1024, "T")
     parser.choice("--precision", ("auto", *PRECISIONS), "(default: bf16 if the GPU has it)")
     parser.choice("--attention", ("auto", *ATTENTIONS), "(default: flash if the GPU has it)")

@@ -23,6 +23,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -143,13 +144,16 @@ def inspect(kernel: Kernel, signature: Signature, compute_capability: tuple[int,
     return assemble(compile_ptx(kernel, signature, compute_capability))
 
 
-def main(name: str = "") -> None:
-    """Print the table for the kernels whose name holds `name`."""
+def table(name: str = "") -> Iterator[str]:
+    """The lines of the table of the kernels whose name holds `name`.
+
+    Raises UserError if there is none.
+    """
     chosen = [k for k in program_kernels() if name in k.__name__]
     if not chosen:
         raise UserError(f"no kernel's name holds {name!r}; run without a name to see them all")
     row = "{:44}{:9}{:>5}{:>11}{:>7}{:>8}{:>8}{:>5}"
-    print(row.format("kernel", "storage", "cc", "registers", "stack", "spills", "shared", "f64"))
+    yield row.format("kernel", "storage", "cc", "registers", "stack", "spills", "shared", "f64")
     for k in chosen:
         for signature in k.signatures:
             for cc in architectures(k, signature):
@@ -157,15 +161,23 @@ def main(name: str = "") -> None:
                 r, float64 = assemble(ptx), len(float64_instructions(ptx))
                 found = (r.registers, r.stack, r.spills, r.shared, float64)
                 version = "{}.{}".format(*cc)
-                print(row.format(k.__name__, storage(signature), version, *found), flush=True)
+                yield row.format(k.__name__, storage(signature), version, *found)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print the table; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m numbagpt.gpu.offline",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("name", nargs="?", default="", help="part of a kernel's name")
+    for line in table(parser.parse_args(argv).name):
+        print(line, flush=True)
+    return 0
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("name", nargs="?", default="", help="part of a kernel's name")
-    try:
-        main(parser.parse_args().name)
-    except UserError as error:
-        sys.exit(f"error: {error}")
+    from numbagpt.cli import run_program
+
+    sys.exit(run_program(main))

@@ -22,6 +22,8 @@ from numbagpt.ops.flash_attention import (
 from numbagpt.ops.flash_tile import HEADS_TOGETHER, tile_grid
 
 TOLERANCE = {np.uint16: 5e-3, np.float32: 2e-3}
+# Scores of bf16 are sums of exact products; those of TF32 have 11 bits of q and k.
+LSE_TOLERANCE = {np.uint16: 1e-5, np.float32: 2e-3}
 
 
 class Problem:
@@ -77,7 +79,7 @@ class Problem:
         B, NH, T, HS = self.shape
         tolerance = TOLERANCE[self.storage]
         assert relative_error(self.values(self.out), self.expected_out) < tolerance
-        np.testing.assert_allclose(self.lse, self.expected_lse, rtol=tolerance / 10, atol=1e-3)
+        assert relative_error(self.lse, self.expected_lse) < LSE_TOLERANCE[self.storage]
         found = self.values(self.dqkv).reshape(B, T, 3, NH * HS)
         expected = self.expected_dqkv.reshape(B, T, 3, NH * HS)
         for i, name in enumerate(("dq", "dk", "dv")):
