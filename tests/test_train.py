@@ -276,7 +276,7 @@ def defaults(config, model, on_gpu, **given):
 def test_a_preset_does_not_hide_a_folder_of_its_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "gpt2").mkdir()
-    with pytest.raises(UserError, match="write ./gpt2 for what is here"):
+    with pytest.raises(UserError, match=r"write \./gpt2 for what is here"):
         train.find_model("gpt2", 1)
     assert train.find_model("gpt2-medium", 1)[0] == PRESETS["gpt2-medium"]
 
