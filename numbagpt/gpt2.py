@@ -39,19 +39,10 @@ class GPT2(ModelState):
     def _transformer(self) -> None:
         """inputs → acts.lnf: everything up to the last layernorm."""
         ops, weights, acts = self.ops, self.weights, self.acts
-        layers = list(zip(weights.layers, acts.layers, strict=True))
-        first = acts.layers[0]
         ops.encoder_forward(acts.encoded, self.inputs, weights.wte, weights.wpe)
-        ops.layernorm_forward(
-            first.ln1,
-            first.ln1_mean,
-            first.ln1_rstd,
-            acts.encoded,
-            weights.layers[0].ln1w,
-            weights.layers[0].ln1b,
-        )
+        ops.layernorm_forward(*self._normed(0), acts.encoded, *self._norm(0))
         residual = acts.encoded
-        for l, (w, a) in enumerate(layers):
+        for l, (w, a) in enumerate(zip(weights.layers, acts.layers, strict=True)):
             with annotate(f"layer {l} forward"):
                 self._attention_forward(w, a)
                 ops.matmul_forward(a.attproj, a.atty, w.attprojw, w.attprojb)
