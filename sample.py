@@ -24,7 +24,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.section("what is written")
     parser.flag(
         "--checkpoint",
-        str,
+        cli.path,
         cli.DEFAULT_OUTPUT_DIR,
         "a model .bin, a run's output folder (its last one) or a Hugging Face folder",
     )

@@ -10,6 +10,7 @@ The flags carry the names of llm.c's trainer. python -m numbagpt.data makes the 
 
 import argparse
 import os
+import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -38,13 +39,13 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     count, from_zero, fraction = cli.number(int, 1), cli.number(int, 0), cli.number(float, 0, 1)
     positive, not_negative = cli.number(float, 0, above=True), cli.number(float, 0)
     beta = cli.number(float, 0, 0.999999)
-    flag = parser.flag
+    flag, path = parser.flag, cli.path
 
     parser.section("data and model")
-    flag("--input_bin", str, None, "shards to train on, a glob pattern (default: built-in corpus)")
-    flag("--input_val_bin", str, None, "shards to validate on (default: the corpus's, or none)")
-    flag("--output_dir", str, cli.DEFAULT_OUTPUT_DIR, "where model_<step>.bin is written")
-    flag("--model", str, "nano", f"{', '.join(PRESETS)} (random weights), a .bin or a folder")
+    flag("--input_bin", path, None, "shards to train on, a glob pattern (default: built-in corpus)")
+    flag("--input_val_bin", path, None, "shards to validate on (default: the corpus's, or none)")
+    flag("--output_dir", path, cli.DEFAULT_OUTPUT_DIR, "where model_<step>.bin is written")
+    flag("--model", path, "nano", f"{', '.join(PRESETS)} (random weights), a .bin or a folder")
     parser.section("batch")
     flag("--batch_size", count, None, "B (default: what makes 4096 tokens on a GPU, 512 elsewhere)")
     flag("--sequence_length", count, None, "T (default: 1024 on a GPU, 64 elsewhere, or less)")
@@ -60,7 +61,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     flag("--grad_clip", not_negative, 1.0, "largest norm of the gradients; 0 clips nothing")
     flag("--beta1", beta, 0.9, "AdamW's memory of the gradient")
     flag("--beta2", beta, 0.95, "AdamW's memory of its square")
-    flag("--eps", positive, 1e-8, "AdamW's epsilon")
+    flag("--eps", cli.number(float, 1e-30), 1e-8, "AdamW's epsilon")
     parser.section("every N steps and at the end; 0: only at the end")
     flag("--val_loss_every", from_zero, 100, "print the validation loss")
     flag("--sample_every", from_zero, 0, "print a sample")
@@ -319,7 +320,8 @@ def main(argv: list[str] | None = None) -> int:
         with Prefetcher(loader, pack_batch) as batches:
             status = Run(trainer, batches, val_loader, progress, o).train()
     if status == 0:
-        print(f"sample from it: python sample.py --checkpoint {progress.last_checkpoint}")
+        path = shlex.quote(str(progress.last_checkpoint))
+        print(f"sample from it: python sample.py --checkpoint {path}")
     return status
 
 

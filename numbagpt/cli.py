@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 DEFAULT_OUTPUT_DIR = "out"
 INTERRUPTED = 130  # what a shell reports for a program that Ctrl-C ended: 128 + SIGINT
+LARGEST_INT = 10**38  # of a flag: its products still fit a float
 
 
 class Parser(argparse.ArgumentParser):
@@ -37,7 +38,7 @@ class Parser(argparse.ArgumentParser):
         """Add a flag to the section; text states the default where that is None."""
         if default is not None:
             text += " (default: %(default)s)"
-        metavar = "PATH" if kind is str else kind.__name__
+        metavar = "PATH" if kind is path else kind.__name__
         self._section.add_argument(name, type=kind, default=default, help=text, metavar=metavar)
 
     def choice(self, name: str, choices: tuple[str, ...], text: str) -> None:
@@ -57,6 +58,13 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"error: {message} (--help lists the flags)\n")
 
 
+def path(text: str) -> str:
+    """The type of a flag: a path, which is not empty as that of an unset shell variable is."""
+    if not text:
+        raise argparse.ArgumentTypeError("the path is empty; expected a file or folder")
+    return text
+
+
 def number(
     kind: type[int] | type[float], low: float, high: float = float("inf"), *, above: bool = False
 ) -> Callable[[str], float]:
@@ -73,6 +81,8 @@ def number(
         # NaN compares false with everything; infinity is no setting either.
         if not (low <= value <= high and value < float("inf")) or (above and value == low):
             raise argparse.ArgumentTypeError(f"{text!r} is not {expected}")
+        if kind is int and value > LARGEST_INT:
+            raise argparse.ArgumentTypeError(f"{text} is too large; expected at most 1e38")
         return value
 
     parse.__name__ = "N" if kind is int else "X"
@@ -145,21 +155,21 @@ def model_options(
 
 
 @contextlib.contextmanager
-def output_folder(path: str) -> Iterator[None]:
+def output_folder(folder: str) -> Iterator[None]:
     """Make the folder, prove it writable, and remove it again if nothing came to be in it.
 
     Raises UserError if it cannot be made or written to.
     """
     from numbagpt.files import check_writable_folder
 
-    existed = os.path.exists(path)
-    check_writable_folder(path)
+    existed = os.path.exists(folder)
+    check_writable_folder(folder)
     try:
         yield
     finally:
         if not existed:
             with contextlib.suppress(OSError):  # it is not empty
-                os.rmdir(path)
+                os.rmdir(folder)
 
 
 class Interrupt:
@@ -182,8 +192,9 @@ class Interrupt:
 
 def run_program(program: Callable[[], int]) -> int:
     """Call the program and return its exit status; what a user can cause is printed as one line."""
-    # A pipe gets each line as it comes, and a console a question mark for a character it lacks.
-    sys.stdout.reconfigure(line_buffering=True, errors="replace")
+    if sys.stdout is not None:  # it is None where the shell closed it (`>&-`)
+        # A pipe gets each line as it comes, a console a question mark for a character it lacks.
+        sys.stdout.reconfigure(line_buffering=True, errors="replace")
     try:
         return program()
     except UserError as error:
@@ -192,7 +203,21 @@ def run_program(program: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
-    except BrokenPipeError:
-        # Whoever read our output has gone (`| head`). Python flushes once more at exit: to nowhere.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except MemoryError as error:
+        print(f"error: out of memory: {error}; take a smaller model or batch", file=sys.stderr)
         return 1
+    except BrokenPipeError:  # whoever read our output has gone (`| head`)
+        _discard_output()
+        return 1
+    except OSError as error:
+        if error.filename is not None:
+            print(f"error: cannot use {error.filename}: {error.strerror}", file=sys.stderr)
+            return 1
+        _discard_output()
+        print(f"error: cannot write the output: {error.strerror or error}", file=sys.stderr)
+        return 1
+
+
+def _discard_output() -> None:
+    """Let what Python flushes when it exits go nowhere, so that it cannot fail once more."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

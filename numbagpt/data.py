@@ -20,8 +20,10 @@ the split of llm.c: the first 32,768 tokens are for validation.
 """
 
 import argparse
+import glob
 import math
 import os
+import shlex
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -33,7 +35,7 @@ from typing import NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from numbagpt import tinyshakespeare
+from numbagpt import cli, tinyshakespeare
 from numbagpt.cli import Parser, number, run_program
 from numbagpt.documents import Piece, find_files, is_json, read_pieces
 from numbagpt.errors import UserError
@@ -57,9 +59,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser(__doc__)
     parser.prog = "python -m numbagpt.data"
     parser.add_argument(
-        "inputs", nargs="+", metavar="INPUT", help="file, folder or tinyshakespeare"
+        "inputs", nargs="+", type=cli.path, metavar="INPUT", help="file, folder or tinyshakespeare"
     )
-    parser.add_argument("--output_dir", type=Path, required=True, metavar="DIR")
+    parser.add_argument("--output_dir", type=cli.path, required=True, metavar="DIR")
     split = parser.add_mutually_exclusive_group()
     split.add_argument(
         "--val_fraction", type=_fraction, metavar="F", help="for validation (default: 0.1)"
@@ -104,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
     name = args.name or _name_of(args.inputs)
     if not name.strip(".") or Path(name).name != name:
         raise UserError(f"--name is '{name}'; expected the beginning of a file name")
-    folder = args.output_dir.expanduser()
+    folder = Path(args.output_dir).expanduser()
     with open_shards(folder, name, args.shard_tokens, args.overwrite) as writer:
         if tiny:
             write_tinyshakespeare(writer, args)
@@ -120,9 +122,9 @@ def run(args: argparse.Namespace) -> int:
     flags = ""
     for split, flag in (("train", "--input_bin"), ("val", "--input_val_bin")):
         if split in writer.num_tokens:
-            shards = folder / f"{name}_{split}_*.bin"
+            shards = Path(glob.escape(str(folder))) / f"{glob.escape(name)}_{split}_*.bin"
             print(f"{shards}: {writer.num_tokens[split]:,} tokens")
-            flags += f" {flag} '{shards}'"
+            flags += f" {flag} {shlex.quote(str(shards))}"
     print(f"train on them: python train.py{flags}")
     return 0
 

@@ -43,8 +43,7 @@ def run(program: str, *arguments: object, cwd: Path, **options) -> subprocess.Co
         command(program, *arguments),
         cwd=cwd,
         env=os.environ | environment,
-        capture_output=True,
         text=True,
         timeout=600,
-        **options,
+        **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options,
     )

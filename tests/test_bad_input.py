@@ -4,7 +4,7 @@ import os
 import struct
 
 import pytest
-from programs import SMALL_VOCAB, make_model_file, make_shard, run
+from programs import FULL_VOCAB, SMALL_VOCAB, make_model_file, make_shard, run
 
 V = SMALL_VOCAB.vocab_size
 
@@ -150,6 +150,32 @@ def test_the_working_set_works(files):
     flags = ["--model", "start.bin", "--input_bin", "tokens.bin", "--device", "cpu"]
     flags += ["--batch_size", 2, "--sequence_length", 8, "--num_iterations", 2]
     found = run("train.py", *flags, cwd=files)
+    assert (found.returncode, found.stderr) == (0, "")
+    assert (files / "out" / "model_00000002.bin").exists()
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full, a disk that is full")
+@pytest.mark.parametrize("program", ["train.py", "sample.py"])
+def test_output_that_cannot_be_written(tmp_path, program):
+    make_model_file(tmp_path / "start.bin", FULL_VOCAB)
+    make_shard(tmp_path / "tokens.bin", 100, FULL_VOCAB.vocab_size)
+    before = tree(tmp_path)
+    flags = {
+        "train.py": ["--model", "start.bin", "--input_bin", "tokens.bin", "--batch_size", 2],
+        "sample.py": ["--checkpoint", "start.bin"],
+    }
+    with open("/dev/full", "w") as full:
+        found = run(program, "--device", "cpu", *flags[program], cwd=tmp_path, stdout=full)
+    assert found.returncode == 1
+    assert found.stderr == "error: cannot write the output: No space left on device\n"
+    assert tree(tmp_path) == before
+
+
+def test_a_closed_output_is_no_error(files):
+    """As by `>&-` in a shell."""
+    flags = ["--model", "start.bin", "--input_bin", "tokens.bin", "--device", "cpu"]
+    flags += ["--batch_size", 2, "--sequence_length", 8, "--num_iterations", 2]
+    found = run("train.py", *flags, cwd=files, stdout=None, preexec_fn=lambda: os.close(1))
     assert (found.returncode, found.stderr) == (0, "")
     assert (files / "out" / "model_00000002.bin").exists()
 

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import resource
+import shlex
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import numpy as np
 import pytest
 
 from numbagpt import data, documents, tinyshakespeare
+from numbagpt.loader import find_shards
 from numbagpt.shards import read_shard
 from numbagpt.tokenizer import decode, encode
 
@@ -172,6 +174,16 @@ def test_it_says_how_to_train(corpus, tmp_path, capsys):
     assert err == ""
 
 
+def test_what_it_says_works_for_any_name(corpus, tmp_path, capsys):
+    folder = tmp_path / "two words [1]*"
+    make(corpus[0], "--output_dir", folder, "--name", "it's [x]?")
+    line = capsys.readouterr().out.splitlines()[-1]
+    *_, train_flag, train, val_flag, val = shlex.split(line)
+    assert (train_flag, val_flag) == ("--input_bin", "--input_val_bin")
+    assert find_shards(train) == [str(folder / "it's [x]?_train_000000.bin")]
+    assert find_shards(val) == [str(folder / "it's [x]?_val_000000.bin")]
+
+
 # --- bad input ---
 
 
@@ -246,6 +258,7 @@ def test_a_name_that_is_none_is_refused(corpus, tmp_path, capsys, name):
         ["--shard_tokens", "0"],
         ["--shard_tokens", "2147483648"],
         ["--workers", "0"],
+        ["--output_dir", ""],
     ],
 )
 def test_flags_out_of_range(tmp_path, capsys, flags):

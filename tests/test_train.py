@@ -2,6 +2,7 @@
 
 import math
 import re
+import shlex
 import signal
 import subprocess
 
@@ -242,6 +243,12 @@ def test_a_run_that_blows_up_stops_and_names_the_last_checkpoint(flags, tmp_path
     assert re.match(rf"the .* of step \d+ is (nan|inf); .*{last}", str(error.value))
 
 
+def test_the_command_it_prints_works_for_any_folder(flags, tmp_path, capsys):
+    train.main(flags(output_dir=tmp_path / "it's a run"))
+    *_, checkpoint = shlex.split(capsys.readouterr().out.splitlines()[-1])
+    assert checkpoint == str(tmp_path / "it's a run" / "model_00000004.bin")
+
+
 def test_ctrl_c_finishes_the_step_and_writes_a_checkpoint(flags, tmp_path):
     with subprocess.Popen(
         command("train.py", *flags(num_iterations=10**6)),
@@ -323,7 +330,11 @@ BAD_FLAGS = {
     "--learning_rate_decay_frac": ["1.1", "-0.1"],
     "--weight_decay": ["-1", "nan"],
     "--beta2": ["1", "-0.5"],
+    "--eps": ["0", "1e-300"],  # 0 as a float32
     "--seed": ["-1", "1.5"],
+    "--warmup_iters": ["1" + 400 * "0"],  # beyond the floats
+    "--input_bin": [""],  # as of an unset shell variable
+    "--output_dir": [""],
     "--device": ["gpu"],
     "--precision": ["fp16"],
     "--batch": ["4"],  # an abbreviation
