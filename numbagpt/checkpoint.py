@@ -15,7 +15,6 @@ The programs of llm.c read and write the same files (github.com/karpathy/llm.c).
 writes a model as a folder that Hugging Face's Transformers opens.
 """
 
-import argparse
 import math
 import os
 import re
@@ -25,7 +24,7 @@ from pathlib import Path
 
 import numpy as np
 
-from numbagpt import huggingface
+from numbagpt import cli, huggingface
 from numbagpt.config import GPT2Config
 from numbagpt.errors import UserError
 from numbagpt.files import STORED_AS, atomic_write, file_size, read_bytes, read_floats
@@ -210,20 +209,22 @@ def _foreign(magic: int) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command line: returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m numbagpt.checkpoint")
-    commands = parser.add_subparsers(dest="command", required=True)
-    command = commands.add_parser("export", help="write a model as a Hugging Face folder")
-    command.add_argument("model", help="a .bin, or the output folder of a training run")
-    command.add_argument("folder", help="where config.json and model.safetensors go")
+    """The command line; returns its exit status: 0, 1 for bad input, 130 for Ctrl-C."""
+    description = "export: write a model as a folder that Hugging Face's Transformers opens"
+    parser = cli.Parser(description, prog="python -m numbagpt.checkpoint")
+    parser.add_argument("command", choices=("export",))
+    parser.add_argument(
+        "model", type=cli.path, help="a .bin, or the output folder of a training run"
+    )
+    parser.add_argument("folder", type=cli.path, help="where config.json and model.safetensors go")
     options = parser.parse_args(arguments)
-    try:
+
+    def program() -> int:
         count = export(options.model, options.folder)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    print(f"wrote {options.folder}: {count:,} parameters")
-    return 0
+        print(f"wrote {options.folder}: {count:,} parameters")
+        return 0
+
+    return cli.run_program(program)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import struct
 import subprocess
 import sys
@@ -286,6 +287,25 @@ def test_export_refusals(tmp_path, model_bin, capsys):
         assert printed.err.count("\n") == 1
         assert printed.out == ""
     assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["import", "a", "b"], ["export", "a"], ["export", "", "b"], ["--export"]]
+)
+def test_export_flags(capsys, arguments):
+    with pytest.raises(SystemExit) as status:
+        main(arguments)
+    assert status.value.code == 2
+    assert re.fullmatch("error: [^\n]+\n", capsys.readouterr().err)
+
+
+def test_export_interrupted(tmp_path, model_bin, monkeypatch, capsys):
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(huggingface, "write", interrupt)
+    assert main(["export", str(model_bin), str(tmp_path / "out")]) == 130
+    assert capsys.readouterr() == ("", "interrupted\n")
 
 
 def test_export_does_not_hide_training_checkpoints(tmp_path):
