@@ -79,12 +79,7 @@ def open_shards(
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        old = _shards_named(name, folder)
-        if old and not overwrite:
-            raise UserError(
-                f"{folder} already has {old[0].name}; expected no shards of that name; "
-                "choose another with --name, or replace them with --overwrite"
-            )
+        _find_old(name, folder, overwrite)
         with tempfile.TemporaryDirectory(".tmp", f".{name}.", folder) as hidden:
             writer = ShardWriter(Path(hidden), name, shard_tokens)
             try:
@@ -92,6 +87,8 @@ def open_shards(
                 writer.finish()
             finally:
                 writer.close()
+            # Once more: another run may have written the same name in the meantime.
+            old = _find_old(name, folder, overwrite)
             _move(sorted(Path(hidden).iterdir()), folder, old)
     except BaseException as error:
         for path in missing:
@@ -102,9 +99,16 @@ def open_shards(
         raise
 
 
-def _shards_named(name: str, folder: Path) -> list[Path]:
+def _find_old(name: str, folder: Path, overwrite: bool) -> list[Path]:
+    """The shards of that name in the folder; UserError if there are some and they are to stay."""
     ours = re.compile(re.escape(name) + r"_(train|val)_\d{6}\.bin")
-    return sorted(path for path in folder.iterdir() if ours.fullmatch(path.name))
+    old = sorted(path for path in folder.iterdir() if ours.fullmatch(path.name))
+    if old and not overwrite:
+        raise UserError(
+            f"{folder} already has {old[0].name}; expected no shards of that name; "
+            "choose another with --name, or replace them with --overwrite"
+        )
+    return old
 
 
 def _move(files: list[Path], folder: Path, old: list[Path]) -> None:

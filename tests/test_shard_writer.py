@@ -87,6 +87,20 @@ def test_shards_of_that_name_are_replaced_only_when_asked(tmp_path):
     assert read_shard(tmp_path / old[1]).tolist() == [10, 11, 12, 13, 14]
 
 
+def write_while_another_does(folder):
+    with open_shards(folder, "set", 10) as slow:
+        slow.write("train", np.zeros(5, np.uint16))
+        with open_shards(folder, "set", 10) as fast:
+            fast.write("val", np.ones(3, np.uint16))
+
+
+def test_shards_that_appear_meanwhile_stay(tmp_path):
+    with pytest.raises(UserError, match=r"already has set_val_000000\.bin; .*--overwrite"):
+        write_while_another_does(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["set_val_000000.bin"]
+    assert read_shard(tmp_path / "set_val_000000.bin").tolist() == [1, 1, 1]
+
+
 def test_a_full_disk_leaves_everything_as_it_was(tmp_path, monkeypatch):
     def full(descriptor):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
