@@ -16,16 +16,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from numbagpt import cli, metrics
 from numbagpt.config import PRESETS, GPT2Config
 from numbagpt.errors import UserError
 from numbagpt.schedule import learning_rate_at
 
-# Modules that load Numba are imported where they are used: that takes a second, and neither --help
-# nor a mistyped flag should wait for it.
+# NumPy and what loads Numba are imported where they are used: that takes a second, in which --help
+# and a mistyped flag should not have to wait, and Ctrl-C be answered with a traceback.
 if TYPE_CHECKING:
+    import numpy as np
+
     from numbagpt.loader import Prefetcher, TokenLoader
     from numbagpt.memory import MemoryPlan
     from numbagpt.training import Trainer
@@ -77,7 +77,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def find_model(model: str, seed: int) -> tuple[GPT2Config, Callable[[], dict[str, np.ndarray]]]:
+def find_model(model: str, seed: int) -> "tuple[GPT2Config, Callable[[], dict[str, np.ndarray]]]":
     """The model that --model names: its shape, and what gives its weights."""
     if model in PRESETS:
         from numbagpt.init import random_parameters
@@ -189,6 +189,8 @@ class Run:
 
         On a GPU a step is only queued, and while it runs the result of the one before is read.
         """
+        import numpy as np
+
         in_flight = 1 if self.model.device.name == "cuda" else 0
         # NumPy need not warn of an overflow: report() stops a run that went astray, in one line.
         with cli.Interrupt() as interrupt, np.errstate(all="ignore"):
@@ -259,6 +261,8 @@ class Run:
 
     def sample(self, step: int) -> None:
         """Print what the model writes when it starts from nothing."""
+        import numpy as np
+
         from numbagpt.sampling import stream_text
 
         rng = np.random.default_rng(self.options.seed)

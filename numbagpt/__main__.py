@@ -1,6 +1,19 @@
 """`python -m numbagpt`: what was found on this machine, for a bug report."""
 
-from numbagpt.gpu.runtime import report
+import sys
+
+from numbagpt import cli
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print the report; returns the exit status."""
+    cli.Parser(__doc__, prog="python -m numbagpt").parse_args(argv)
+
+    from numbagpt.gpu.runtime import report
+
+    print(report())
+    return 0
+
 
 if __name__ == "__main__":
-    print(report())
+    sys.exit(cli.run_program(main))

@@ -24,6 +24,7 @@ import glob
 import math
 import os
 import shlex
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -144,8 +145,9 @@ def write_files(files: list[Path], writer: ShardWriter, args: argparse.Namespace
     """Read, split, tokenize and write documents, all at the same time, a bounded piece each."""
     fraction = DEFAULT_FRACTION if args.val_fraction is None else args.val_fraction
     size = sum(path.stat().st_size for path in files)
-    # No bar where stderr is not a terminal.
-    with tqdm(total=size, unit="B", unit_scale=True, disable=None) as bar:
+    # No bar where stderr is not a terminal (None: tqdm looks), or is closed.
+    no_bar = None if sys.stderr else True
+    with tqdm(total=size, unit="B", unit_scale=True, disable=no_bar) as bar:
         pieces = chain.from_iterable(read_pieces(path, args.text_key, bar.update) for path in files)
         if args.val_documents is not None:
             parts = split_documents(pieces, lambda i: i < args.val_documents)

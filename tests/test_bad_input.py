@@ -2,6 +2,8 @@
 
 import os
 import struct
+import subprocess
+import sys
 
 import pytest
 from programs import FULL_VOCAB, SMALL_VOCAB, make_model_file, make_shard, run
@@ -178,6 +180,21 @@ def test_a_closed_output_is_no_error(files):
     found = run("train.py", *flags, cwd=files, stdout=None, preexec_fn=lambda: os.close(1))
     assert (found.returncode, found.stderr) == (0, "")
     assert (files / "out" / "model_00000002.bin").exists()
+
+
+def test_no_progress_bar_on_a_closed_stderr(tmp_path):
+    (tmp_path / "a.txt").write_text("one two\n" * 20)
+    module = [sys.executable, "-m", "numbagpt.data", "a.txt", "--output_dir", "data"]
+    close = {"cwd": tmp_path, "preexec_fn": lambda: os.close(2)}
+    assert subprocess.run(module, stdout=subprocess.PIPE, timeout=60, **close).returncode == 0
+    assert (tmp_path / "data" / "a_train_000000.bin").exists()
+
+
+def test_the_report_takes_no_arguments(tmp_path):
+    module = [sys.executable, "-m", "numbagpt", "train"]
+    found = subprocess.run(module, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert found.returncode == 2
+    assert found.stderr == "error: unrecognized arguments: train (--help lists the flags)\n"
 
 
 @pytest.mark.parametrize(
