@@ -23,9 +23,6 @@ from numba.core.typing.templates import Signature
 
 from numbagpt.gpu import runtime, simulator, stream
 
-# The grid's x extent may reach 2^31 - 1; y and z only 65535.
-MAX_GRID_X = 2**31 - 1
-
 _registry: list["Kernel"] = []
 
 # Called with a kernel's name and the seconds it took, when one is compiled that the cache on disk

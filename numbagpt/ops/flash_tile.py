@@ -113,22 +113,16 @@ def my_chunk(stride, per_chunk, chunks):
 
 
 @device_function
-def load_tile(tile, offset, source, start, stride, first, T, rows, chunks):
+def load_my_chunks(tile, offset, source, start, stride, first, T, rows, chunks):
     """Start to copy `rows` rows of T into a tile, by THREADS threads; zeros from row T on.
 
     tile, offset    shared memory and where in it the tile begins, in elements
-    source, start   where row `first` begins in global memory, in elements
+    source, start   where row `first` begins in global memory, in elements, plus my_chunk(…), which
+                    a loop over tiles computes once
     stride          elements from one row to the next
     first           number of the tile's first row, among the T
     rows, chunks    of the tile: constants
     """
-    start += my_chunk(stride, width(tile), chunks)
-    load_my_chunks(tile, offset, source, start, stride, first, T, rows, chunks)
-
-
-@device_function
-def load_my_chunks(tile, offset, source, start, stride, first, T, rows, chunks):
-    """load_tile for a loop: `start` has my_chunk(…) in it already, which is then computed once."""
     across = min(chunks, 8)  # chunks of a row that are copied at a time: a panel's
     step = THREADS // across  # and rows
     thread = uint32(cuda.threadIdx.x)
@@ -157,7 +151,7 @@ def store_tile(tile, offset, acc, factor, target, start, stride, first, T, rows,
     A fragment's row is spread over a quad, 4 bytes here and there. So each warp lays its 16 rows
     out in shared memory, in a tile that nobody needs any more, and takes them up again in chunks.
 
-    target, start   where row `first` begins, in elements; the other arguments as for load_tile.
+    target, start   where row `first` begins, in elements; the others as for load_my_chunks
     acc             4 float32 for every chunk
     """
     warp = int32(cuda.threadIdx.x >> 5)
