@@ -96,7 +96,7 @@ class Trainer:
             self.model.update(self._hyper, self._grad_scale, *self._constants)
 
     def step(self, batches: Iterable[np.ndarray], learning_rate: float) -> None:
-        """Queue one optimizer step on accumulation_steps packed batches (see gpt2.pack_batch)."""
+        """Queue one optimizer step on accumulation_steps packed batches (see state.pack_batch)."""
         model, device = self.model, self.model.device
         if len(self._pending) == len(self._slots):
             raise RuntimeError("two steps are in flight: read() a result before the next step")

@@ -13,10 +13,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from numbagpt.bench.timing import STEPS, WARMUP, buffer_sets
 from numbagpt.config import GPT2Config
-
-WARMUP, STEPS = 5, 15
-CACHE_BYTES = 256 << 20
 
 
 class Block(nn.Module):
@@ -117,7 +115,7 @@ def operation_seconds(make_call: Callable[[], Callable[[], object]], nbytes: int
     side = torch.cuda.Stream()
     # a backward pass runs on the stream of its forward pass, which must be the captured one
     with torch.cuda.stream(side):
-        calls = [make_call() for _ in range(min(16, max(2, -(-CACHE_BYTES // max(nbytes, 1)))))]
+        calls = [make_call() for _ in range(buffer_sets(nbytes))]
         for call in calls:
             call()
         side.synchronize()

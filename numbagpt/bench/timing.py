@@ -21,6 +21,8 @@ from numbagpt.gpu.vec import MAX_WIDTH, load, store, width
 
 # Several times the L2 cache of the largest GPUs (H200: 60 MB).
 CACHE_BYTES = 256 << 20
+# Steps of training that are not counted, and that are.
+WARMUP, STEPS = 5, 15
 GRAPH_SECONDS = 2e-3
 REPLAYS = 11
 
@@ -38,13 +40,18 @@ def interval_seconds(step: Callable[[], None], warmup: int, count: int) -> float
     return float(np.median([cuda.event_elapsed_time(a, b) for a, b in pairs])) * 1e-3
 
 
+def buffer_sets(nbytes: int) -> int:
+    """How many sets of buffers of `nbytes` a graph's calls go round, to outgrow the L2 cache."""
+    return min(16, max(2, ceil_div(CACHE_BYTES, max(nbytes, 1))))
+
+
 def median_seconds(make_call: Callable[[], Callable[[], None]], nbytes: int) -> float:
     """Median GPU time of one call over the replays of a graph.
 
     make_call   allocates one set of buffers and returns the function that works on them
     nbytes      what one set takes: decides how many sets there are
     """
-    sets = min(16, max(2, ceil_div(CACHE_BYTES, max(nbytes, 1))))
+    sets = buffer_sets(nbytes)
     calls = [make_call() for _ in range(sets)]
     for call in calls:
         call()

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from numbagpt import metrics
-from numbagpt.bench.timing import interval_seconds
+from numbagpt.bench.timing import STEPS, WARMUP, interval_seconds
 from numbagpt.config import GPT2Config
 from numbagpt.device import select_device
 from numbagpt.gpt2 import GPT2
@@ -15,8 +15,6 @@ from numbagpt.init import random_parameters
 from numbagpt.memory import MIB, num_parameters
 from numbagpt.state import pack_batch
 from numbagpt.training import Trainer
-
-WARMUP, STEPS = 5, 15
 
 
 def step_seconds(
