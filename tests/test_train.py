@@ -294,8 +294,9 @@ def test_defaults_fit_model_and_device():
     nano = defaults(PRESETS["nano"], "nano", True)
     assert (nano.batch_size, nano.sequence_length) == (64, 64)
     cpu = defaults(PRESETS["nano"], "nano", False, num_iterations=40)
-    assert (cpu.batch_size, cpu.sequence_length, cpu.warmup_iters) == (8, 64, 2)
+    assert (cpu.batch_size, cpu.sequence_length, cpu.warmup_iters) == (8, 64, 8)
     assert cpu.input_val_bin is None
+    assert defaults(PRESETS["d12"], "d12", True, num_iterations=20_000).warmup_iters == 700
 
 
 def test_given_flags_are_kept_and_the_others_follow():
