@@ -6,6 +6,7 @@ clipping. Only the benchmarks need it, and only where PyTorch is installed.
 
 import contextlib
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from numbagpt.bench.cases import ADAMW_PARAMETERS
 from numbagpt.bench.timing import STEPS, WARMUP, buffer_sets
 from numbagpt.config import GPT2Config
 
@@ -131,6 +133,7 @@ def operations(config: GPT2Config, B: int, T: int, storage: type) -> dict[str, C
     """Name of one of our operations → make_call of PyTorch's own, where it has it."""
     C, NH, Vp, N = config.channels, config.num_heads, config.padded_vocab_size, B * T
     dtype = torch.bfloat16 if storage == np.uint16 else torch.float32
+    tokens = torch.randint(0, config.vocab_size, (B, T), device="cuda")
 
     def x(*shape: int, grad: bool = False) -> torch.Tensor:
         return torch.randn(*shape, device="cuda", dtype=dtype, requires_grad=grad)
@@ -151,12 +154,17 @@ def operations(config: GPT2Config, B: int, T: int, storage: type) -> dict[str, C
 
         return make_call
 
+    def encoder(wte: torch.Tensor, wpe: torch.Tensor) -> torch.Tensor:
+        return F.embedding(tokens, wte) + wpe
+
+    def split_heads(qkv: torch.Tensor) -> torch.Tensor:
+        return qkv.view(B, T, 3, NH, C // NH).permute(2, 0, 3, 1, 4)
+
     def attention(qkv: torch.Tensor) -> torch.Tensor:
-        q, k, v = qkv.view(B, T, 3, NH, C // NH).permute(2, 0, 3, 1, 4)
         backends = [SDPBackend.CUDNN_ATTENTION] if dtype == torch.bfloat16 else []
         backends += [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
         with sdpa_kernel(backends, set_priority=True):
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            return F.scaled_dot_product_attention(*split_heads(qkv), is_causal=True)
 
     def gelu(x: torch.Tensor) -> torch.Tensor:
         return F.gelu(x, approximate="tanh")
@@ -164,8 +172,19 @@ def operations(config: GPT2Config, B: int, T: int, storage: type) -> dict[str, C
     def layernorm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         return F.layer_norm(x, (C,), weight, bias)
 
+    def classifier() -> Callable[[], object]:
+        logits, targets = x(N, Vp, grad=True), tokens.view(-1)
+        return lambda: torch.autograd.grad(F.cross_entropy(logits, targets), logits)
+
+    def adamw() -> Callable[[], object]:
+        parameter = torch.randn(ADAMW_PARAMETERS, device="cuda", requires_grad=True)
+        parameter.grad = torch.randn_like(parameter)
+        return torch.optim.AdamW([parameter], fused=True, capturable=True).step
+
     rows, wide = (B, T, C), (N, 4 * C)
     found = {
+        "encoder_forward": call(encoder, (Vp, C), (T, C)),
+        "encoder_backward": gradient(encoder, (Vp, C), (T, C)),
         "layernorm_forward": call(layernorm, rows, (C,), (C,)),
         "layernorm_backward": gradient(layernorm, rows, (C,), (C,)),
         "residual_forward": call(torch.add, rows, rows),
@@ -174,12 +193,23 @@ def operations(config: GPT2Config, B: int, T: int, storage: type) -> dict[str, C
         "matmul_backward_bias": call(lambda dout: dout.sum(0), wide),
         "flash_attention_forward": call(attention, (B, T, 3 * C)),
         "flash_attention_backward": gradient(attention, (B, T, 3 * C)),
+        "permute": call(lambda qkv: split_heads(qkv).contiguous(), (B, T, 3 * C)),
+        "unpermute": call(lambda y: y.transpose(1, 2).contiguous(), (B, NH, T, C // NH)),
+        "fused_classifier": classifier,
+        "adamw_update": adamw,
+        "global_norm": lambda: partial(
+            torch.linalg.vector_norm, torch.randn(ADAMW_PARAMETERS, device="cuda")
+        ),
     }
     for name, K, OC in (
         ("qkv", C, 3 * C),
         ("attproj", C, C),
+        ("fc", C, 4 * C),
         ("fcproj", 4 * C, C),
+        ("lm-head", C, Vp),
     ):
-        found[f"matmul_forward {name}"] = call(F.linear, (N, K), (OC, K), (OC,))
-    found["matmul_forward lm-head"] = call(F.linear, (N, C), (Vp, C))
+        bias = [] if name == "lm-head" else [(OC,)]
+        found[f"matmul_forward {name}"] = call(F.linear, (N, K), (OC, K), *bias)
+        found[f"matmul dX {name}"] = call(torch.matmul, (N, OC), (OC, K))
+        found[f"matmul dW {name}"] = call(lambda dout, inp: dout.t() @ inp, (N, OC), (N, K))
     return found
