@@ -190,11 +190,12 @@ def test_no_progress_bar_on_a_closed_stderr(tmp_path):
     assert (tmp_path / "data" / "a_train_000000.bin").exists()
 
 
-def test_the_report_takes_no_arguments(tmp_path):
-    module = [sys.executable, "-m", "numbagpt", "train"]
+@pytest.mark.parametrize("program", ["numbagpt", "numbagpt.gpu.offline", "numbagpt.bench"])
+def test_an_unknown_flag_is_named(tmp_path, program):
+    module = [sys.executable, "-m", program, "--nope"]
     found = subprocess.run(module, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert found.returncode == 2
-    assert found.stderr == "error: unrecognized arguments: train (--help lists the flags)\n"
+    assert found.stderr == "error: unrecognized arguments: --nope (--help lists the flags)\n"
 
 
 @pytest.mark.parametrize(

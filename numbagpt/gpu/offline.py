@@ -15,7 +15,6 @@ writes PTX, a portable assembly language, and only has to be told for which arch
 from the CUDA compiler package, turns PTX into machine code and reports.
 """
 
-import argparse
 import importlib
 import pkgutil
 import re
@@ -35,6 +34,7 @@ from numba.core.typing.templates import Signature
 from numba.cuda import dispatcher
 
 import numbagpt.ops
+from numbagpt import cli
 from numbagpt.errors import UserError
 from numbagpt.gpu.kernel import Kernel, all_kernels
 
@@ -166,11 +166,7 @@ def table(name: str = "") -> Iterator[str]:
 
 def main(argv: list[str] | None = None) -> int:
     """Print the table; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m numbagpt.gpu.offline",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = cli.Parser(__doc__, prog="python -m numbagpt.gpu.offline")
     parser.add_argument("name", nargs="?", default="", help="part of a kernel's name")
     for line in table(parser.parse_args(argv).name):
         print(line, flush=True)
@@ -178,6 +174,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    from numbagpt.cli import run_program
-
-    sys.exit(run_program(main))
+    sys.exit(cli.run_program(main))
