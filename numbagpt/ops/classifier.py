@@ -27,8 +27,8 @@ from numbagpt.gpu.reduce import LOWEST, block_max, block_sum
 from numbagpt.gpu.vec import MAX_WIDTH, load, store, width
 
 BLOCK = 1024
-# Bytes of shared memory beside the row, up to where it can begin: the sums and the target's logit.
-STATIC_SHARED = 272
+# Bytes of shared memory beside the rows: what block_max and block_sum use.
+STATIC_SHARED = 256
 LOG2_E = np.float32(1.4426950408889634)
 # Logits the NumPy reference takes at a time: the piece stays in the cache.
 CHUNK = 1 << 18
@@ -41,12 +41,14 @@ def _signature(storage):
         storage[::1],  # probs
         float32[::1],  # dlosses
         int32[::1],  # targets
+        int32,  # N
         int32,  # V
         int32,  # Vp
         float32,  # dloss
         int32,  # has_dlosses
         int32,  # write_dlogits
         int32,  # write_probs
+        int32,  # slots
     )
 
 
@@ -73,6 +75,7 @@ def probabilities(x, values, start, row_max, factor, valid):
 
 @device_function
 def classify(
+    row,
     values,
     start,
     logits,
@@ -87,21 +90,20 @@ def classify(
     write_dlogits,
     write_probs,
 ):
-    """Loss and gradient of the block's row, which is values[start : start + Vp].
+    """Loss and gradient of a row, which is values[start : start + Vp].
 
     Thread t has vectors t, t + blockDim.x, … of the row and touches no others; what the threads
-    tell each other is the maximum, the sum and the target's logit.
+    tell each other is the maximum and the sum.
 
     Columns V to Vp - 1 are padding. What they hold is not used; they get gradient and probability
     zero, so that the matmuls that read the gradient need not know of them.
     """
     shared_max = cuda.shared.array(32, float32)
     shared_sum = cuda.shared.array(32, float32)
-    shared_target = cuda.shared.array(1, float32)
     x = cuda.local.array(MAX_WIDTH, float32)
-    row = int64(cuda.blockIdx.x) * Vp
+    out = int64(row) * Vp
     step = int32(cuda.blockDim.x * width(logits))
-    target = targets[cuda.blockIdx.x]
+    target = targets[row]
     target_vector = int32(target // width(logits) * width(logits))
 
     # Maximum and sum of exp(x - maximum), first of what this thread has.
@@ -113,10 +115,6 @@ def classify(
         if i + width(logits) > V:
             for k in range(width(logits)):
                 x[k] = x[k] if k < int32(V - i) else LOWEST
-        if i == target_vector:
-            for k in range(width(logits)):
-                if int32(i + k) == target:
-                    shared_target[0] = x[k]
         new_max = thread_max
         for k in range(width(logits)):
             new_max = max(new_max, x[k])
@@ -130,8 +128,12 @@ def classify(
     # Then of the block. A thread that had no logit has LOWEST, whose exp is zero.
     row_max = block_max(thread_max, shared_max)
     row_sum = block_sum(thread_sum * exp(thread_max - row_max), shared_sum)
-    if cuda.threadIdx.x == 0:
-        losses[cuda.blockIdx.x] = math.log(row_sum) + (row_max - shared_target[0])
+    if target_vector % step == cuda.threadIdx.x * width(logits):
+        load(x, values, start + target_vector)
+        target_logit = x[0]
+        for k in range(1, width(logits)):
+            target_logit = x[k] if int32(target_vector + k) == target else target_logit
+        losses[row] = math.log(row_sum) + (row_max - target_logit)
 
     # Backwards, since what was read last is the likeliest to be in a cache.
     if write_probs != 0:
@@ -139,10 +141,10 @@ def classify(
         i = int32(end - step)
         while i >= 0:
             probabilities(x, values, start + i, row_max, factor, int32(V - i))
-            store(probs, row + i, x)
+            store(probs, out + i, x)
             i = int32(i - step)
     if write_dlogits != 0:
-        weight = dlosses[cuda.blockIdx.x] if has_dlosses != 0 else dloss
+        weight = dlosses[row] if has_dlosses != 0 else dloss
         factor = weight / row_sum
         i = int32(end - step)
         while i >= 0:
@@ -150,57 +152,100 @@ def classify(
             if i == target_vector:
                 for k in range(width(logits)):
                     x[k] -= weight if int32(i + k) == target else float32(0)
-            store(logits, row + i, x)
+            store(logits, out + i, x)
             i = int32(i - step)
 
 
-@kernel(_signature(float32), _signature(uint16), max_threads=BLOCK, min_blocks=2, minimum=(8, 0))
+@device_function
+def fetch(values, start, logits, row, N, Vp):
+    """Begin to copy a row, if there is such a row, to values[start : start + Vp]."""
+    if row < N:
+        i = int32(cuda.threadIdx.x * width(logits))
+        while i < Vp:
+            copy_async(values, start + i, logits, int64(row) * Vp + i)
+            i = int32(i + cuda.blockDim.x * width(logits))
+    copy_async_commit()
+
+
+@kernel(_signature(float32), _signature(uint16), max_threads=BLOCK, minimum=(8, 0))
 def fused_classifier_kernel(
-    logits, losses, probs, dlosses, targets, V, Vp, dloss, has_dlosses, write_dlogits, write_probs
+    logits,
+    losses,
+    probs,
+    dlosses,
+    targets,
+    N,
+    V,
+    Vp,
+    dloss,
+    has_dlosses,
+    write_dlogits,
+    write_probs,
+    slots,
 ):
-    """Losses, and in place of the logits their gradient. One block per row, kept in shared memory.
+    """Losses, and in place of the logits their gradient. A block takes every gridDim.x-th row.
 
     Moves 4 Vp bytes a row in bf16 and 8 Vp in float32: each logit is read once and written once.
 
-    In bf16 two blocks fit on an H200's multiprocessor, in float32 one. A block asks for its whole
-    row at once, by copies that pass through no register: so much is under way that the memory is
-    busy although each block, while it computes, asks for nothing. A thread reads only what it has
-    copied itself; it waits for its own copies and needs no barrier.
+    There is one block for each multiprocessor, with `slots` rows in shared memory: 2 in bf16 on an
+    H200, so that the memory brings the next row while the block computes this one. The copies pass
+    through no register. A thread reads only what it has copied itself; it waits for its own copies
+    and needs no barrier.
     """
     values = cuda.shared.array(0, logits.dtype, alignment=16)
-    row = int64(cuda.blockIdx.x) * Vp
-    i = int32(cuda.threadIdx.x * width(logits))
-    while i < Vp:
-        copy_async(values, i, logits, row + i)
-        i = int32(i + cuda.blockDim.x * width(logits))
-    copy_async_commit()
-    copy_async_wait(0)
-    classify(
-        values,
-        0,
-        logits,
-        losses,
-        probs,
-        dlosses,
-        targets,
-        V,
-        Vp,
-        dloss,
-        has_dlosses,
-        write_dlogits,
-        write_probs,
-    )
+    row = cuda.blockIdx.x
+    for slot in range(slots):
+        fetch(values, slot * Vp, logits, row + slot * cuda.gridDim.x, N, Vp)
+    slot = int32(0)
+    while row < N:
+        if slots == 1:
+            copy_async_wait(0)
+        else:
+            copy_async_wait(1)
+        classify(
+            row,
+            values,
+            slot * Vp,
+            logits,
+            losses,
+            probs,
+            dlosses,
+            targets,
+            V,
+            Vp,
+            dloss,
+            has_dlosses,
+            write_dlogits,
+            write_probs,
+        )
+        fetch(values, slot * Vp, logits, row + slots * cuda.gridDim.x, N, Vp)
+        row += cuda.gridDim.x
+        slot = int32(slots - 1 - slot)
 
 
 @kernel(_signature(float32), _signature(uint16), max_threads=BLOCK, min_blocks=2)
 def fused_classifier_rereading_kernel(
-    logits, losses, probs, dlosses, targets, V, Vp, dloss, has_dlosses, write_dlogits, write_probs
+    logits,
+    losses,
+    probs,
+    dlosses,
+    targets,
+    N,
+    V,
+    Vp,
+    dloss,
+    has_dlosses,
+    write_dlogits,
+    write_probs,
+    slots,
 ):
-    """The same for a row that does not fit into shared memory.
+    """The same for rows that do not fit into shared memory, one block for each.
 
-    It is read twice, the second time in part from the cache: about 8 Vp bytes a row (float32) move.
+    A row is read twice, the second time in part from the cache: about 8 Vp bytes a row (float32)
+    move.
     """
     classify(
+        cuda.blockIdx.x,
         logits,
         int64(cuda.blockIdx.x) * Vp,
         logits,
@@ -217,20 +262,26 @@ def fused_classifier_rereading_kernel(
     )
 
 
-def row_fits(logits) -> bool:
-    """Whether a block can keep a row of the logits in shared memory.
+def rows_that_fit(logits) -> int:
+    """How many rows of the logits a block is to keep in shared memory: 2, 1 or none.
 
     50304 logits take 98 KB in bf16 and 197 KB in float32. By compute capability a block may have
     64 KB (7.5), 163 KB (8.0), 99 KB (8.6, 8.9, 12.0) or 227 KB (9.0, 10.0).
     """
     if isinstance(logits, np.ndarray):
-        return True  # the simulator has as much as it is asked for
+        return 2  # the simulator has as much as it is asked for
     gpu = cuda.get_current_device()
+    if not fused_classifier_kernel.runs_on(gpu.compute_capability):
+        return 0
     row_bytes = logits.shape[-1] * logits.dtype.itemsize
-    return (
-        fused_classifier_kernel.runs_on(gpu.compute_capability)
-        and row_bytes + STATIC_SHARED <= gpu.MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
-    )
+    return min(2, (gpu.MAX_SHARED_MEMORY_PER_BLOCK_OPTIN - STATIC_SHARED) // row_bytes)
+
+
+def multiprocessors(logits) -> int:
+    """How many there are where the logits are; the simulator plays a GPU with one."""
+    if isinstance(logits, np.ndarray):
+        return 1
+    return cuda.get_current_device().MULTIPROCESSOR_COUNT
 
 
 def fused_classifier(
@@ -255,22 +306,27 @@ def fused_classifier(
     """
     dloss = 1 / losses.size if dloss is None else dloss
     Vp = logits.shape[-1]
-    if row_fits(logits):
-        launch = fused_classifier_kernel[losses.size, BLOCK, Vp * logits.dtype.itemsize]
+    N = losses.size
+    slots = rows_that_fit(logits)
+    if slots:
+        grid = min(N, multiprocessors(logits))
+        launch = fused_classifier_kernel[grid, BLOCK, slots * Vp * logits.dtype.itemsize]
     else:
-        launch = fused_classifier_rereading_kernel[losses.size, BLOCK]
+        launch = fused_classifier_rereading_kernel[N, BLOCK]
     launch(
         logits,
         losses,
         logits if probs is None else probs,
         losses if dlosses is None else dlosses,
         targets,
+        N,
         V,
         Vp,
         dloss,
         int(dlosses is not None),
         int(write_dlogits),
         int(probs is not None),
+        slots,
     )
 
 

@@ -7,7 +7,8 @@ For the row of token t in each of the B*NH heads, and t2 <= t:
 Subtracting the row's maximum from every score changes nothing in the quotient and keeps exp from
 overflowing. The maximum and the sum come from one pass: when a larger maximum turns up, the sum so
 far is multiplied by exp(scale * (old maximum - new maximum)) (Milakov and Gimelshein, Online
-normalizer calculation for softmax, 2018).
+normalizer calculation for softmax, 2018). The GPU has an instruction for powers of two, so the
+kernel is given scale * log2(e) and computes 2^x in place of e^x.
 
 Backward, since d att[t3] / d preatt[t2] = scale * att[t3] * ((1 if t2 == t3 else 0) - att[t2]):
 
@@ -20,13 +21,21 @@ and dpreatt, so whoever allocates them zeroes them once.
 import math
 
 import numpy as np
-from numba import cuda, float32, int32, void
+from numba import cuda, float32, int32, uint32, void
 
 from numbagpt.gpu.kernel import ceil_div, device_function, kernel
+from numbagpt.gpu.ptx import exp2
 from numbagpt.gpu.reduce import LOWEST, WARP_SIZE, warp_max, warp_sum
 from numbagpt.gpu.vec import MAX_WIDTH, load, store, width
+from numbagpt.ops.rows import lane_of
 
-THREADS = 256
+LOG2_E = 1 / math.log(2)
+# Warps of a block, one row each.
+WARPS = 4
+THREADS = WARPS * WARP_SIZE
+# Values of its row that a lane holds at a time, and that the warp does.
+VALUES = 32
+PIECE = VALUES * WARP_SIZE
 
 
 def softmax_forward_reference(att: np.ndarray, preatt: np.ndarray, scale: float) -> None:
@@ -49,25 +58,15 @@ def softmax_backward_reference(
     dpreatt *= scale
 
 
-@device_function
-def load_within(x, arr, i, begin, end, outside):
-    """x[k] = arr[i + k] where begin <= i + k < end, and `outside` elsewhere."""
-    if begin <= i and i + width(arr) <= end:
-        load(x, arr, i)
-    else:
-        for k in range(width(arr)):
-            x[k] = arr[i + k] if begin <= i + k and i + k < end else outside
-
-
-@device_function
-def store_within(arr, i, x, begin, end):
-    """arr[i + k] = x[k] where begin <= i + k < end."""
-    if begin <= i and i + width(arr) <= end:
-        store(arr, i, x)
-    else:
-        for k in range(width(arr)):
-            if begin <= i + k and i + k < end:
-                arr[i + k] = x[k]
+# A warp takes a row, the values from `begin` up to `end`. With T not a multiple of 4, most rows do
+# not begin on a multiple of 16 bytes. So a row has
+#
+#     vectors   from `head` up to `tail`; a piece of the row is VALUES values for each lane, and
+#     edges     the up to 3 values before head and 3 from tail on: one for each of the first 8 lanes
+#
+# A piece is held in registers, and all its loads are under way before the first value is used.
+# A kernel goes through the pieces forwards, for the sum over the row, and then backwards, to write:
+# the last piece, the only one where T <= 1024, is still in the registers. Others are loaded again.
 
 
 @device_function
@@ -78,58 +77,123 @@ def row_of_warp():
     going backwards finds the former there and leaves the latter. Within a head the long rows come
     first, so that the kernel does not end waiting for one.
     """
-    warps = cuda.blockDim.x // WARP_SIZE
     block = cuda.gridDim.x - 1 - cuda.blockIdx.x
-    return block * warps + cuda.threadIdx.x // WARP_SIZE
+    return block * WARPS + (cuda.threadIdx.x >> 5)
+
+
+@device_function
+def parts_of_row(arr, row, T):
+    """begin, head, tail and end; head and tail are the same where the row has no whole vector."""
+    begin = row * T
+    # Of unsigned numbers the compiler takes the remainder in 32 bits, of signed ones in 64.
+    end = begin + int32(uint32(row) % uint32(T)) + 1
+    head = min(begin + (-begin & (width(arr) - 1)), end)
+    return begin, head, max(head, end - (end & (width(arr) - 1))), end
+
+
+@device_function
+def edge_of_lane(arr, begin, head, tail, end):
+    """Index of this lane's edge value, and whether it has one."""
+    lane = lane_of(WARP_SIZE)
+    if lane < width(arr):
+        return begin + lane, begin + lane < head
+    i = tail + lane - width(arr)
+    return i, i < end
+
+
+@device_function
+def load_piece(x, part, arr, piece, tail, outside):
+    """x = this lane's values of a piece, `outside` from the tail on; part: MAX_WIDTH registers."""
+    first = piece + lane_of(WARP_SIZE) * width(arr)
+    room = int32(tail - first)
+    for n in range(VALUES // width(arr)):
+        if n * WARP_SIZE * width(arr) < room:
+            load(part, arr, first + n * WARP_SIZE * width(arr))
+            for k in range(width(arr)):
+                x[n * width(arr) + k] = part[k]
+        else:
+            for k in range(width(arr)):
+                x[n * width(arr) + k] = outside
+
+
+@device_function
+def store_piece(arr, piece, tail, x, part):
+    """Put x where load_piece would find it."""
+    first = piece + lane_of(WARP_SIZE) * width(arr)
+    room = int32(tail - first)
+    for n in range(VALUES // width(arr)):
+        if n * WARP_SIZE * width(arr) < room:
+            for k in range(width(arr)):
+                part[k] = x[n * width(arr) + k]
+            store(arr, first + n * WARP_SIZE * width(arr), part)
+
+
+@device_function
+def exponentiate(x, scale, maximum):
+    """x = 2^(scale (x - maximum)); returns the sum."""
+    total = float32(0)
+    for i in range(VALUES):
+        x[i] = exp2(scale * (x[i] - maximum))
+        total += x[i]
+    return total
 
 
 @kernel(
     void(float32[::1], float32[::1], float32, int32, int32),
     max_threads=THREADS,
-    min_blocks=6,
+    min_blocks=8,
 )
 def softmax_forward_kernel(att, preatt, scale, rows, T):
-    """att[row, t2] = softmax over t2 <= t of scale * preatt[row, t2], where t = row % T.
+    """att[row, t2] = softmax over t2 <= t of preatt[row, t2] with base 2^scale, where t = row % T.
 
-    One warp per row, in two passes of 128-bit accesses; the second finds the row in the cache. A
-    row begins where its T puts it, not always on a multiple of 16 bytes: the lanes walk over the
-    aligned vectors that cover it, and the two at its ends may be partial. Moves the lower triangle
-    twice: 8 B NH T (T + 1) / 2 bytes.
+    One warp per row. Each lane subtracts its own maximum, so that it can go on to exp before the
+    row's maximum is known; a factor for each lane makes up for it at the end. Moves the lower
+    triangle twice: 8 B NH T (T + 1) / 2 bytes.
     """
-    x = cuda.local.array(MAX_WIDTH, float32)
+    x = cuda.local.array(VALUES, float32)
+    part = cuda.local.array(MAX_WIDTH, float32)
     row = row_of_warp()
     if row >= rows:
         return
-    begin = row * T
-    end = begin + row % T + 1
-    first = begin - begin % width(preatt) + cuda.threadIdx.x % WARP_SIZE * width(preatt)
-    step = WARP_SIZE * width(preatt)
+    begin, head, tail, end = parts_of_row(att, row, T)
+    i, has_edge = edge_of_lane(att, begin, head, tail, end)
 
+    edge = preatt[i] if has_edge else LOWEST
     maximum = LOWEST
     total = float32(0)
-    for i in range(first, end, step):
-        load_within(x, preatt, i, begin, end, LOWEST)
+    piece = head
+    while piece < tail:
+        load_piece(x, part, preatt, piece, tail, LOWEST)
         old = maximum
-        for k in range(width(preatt)):
+        for k in range(VALUES):
             maximum = max(maximum, x[k])
-        total *= math.exp(scale * (old - maximum))
-        for k in range(width(preatt)):
-            total += math.exp(scale * (x[k] - maximum))
+        total *= exp2(scale * (old - maximum))
+        total += exponentiate(x, scale, maximum)
+        piece += PIECE
+    last = piece - PIECE
 
-    # Lanes past the row's end still hold LOWEST and 0, which add nothing.
-    row_maximum = warp_max(maximum)
-    norm = float32(1) / warp_sum(total * math.exp(scale * (maximum - row_maximum)))
-    for i in range(first, end, step):
-        load_within(x, preatt, i, begin, end, LOWEST)
-        for k in range(width(preatt)):
-            x[k] = math.exp(scale * (x[k] - row_maximum)) * norm
-        store_within(att, i, x, begin, end)
+    # LOWEST, where a lane has no vector or no edge, becomes zero.
+    row_maximum = warp_max(max(maximum, edge))
+    factor = exp2(scale * (maximum - row_maximum))
+    edge = exp2(scale * (edge - row_maximum))
+    norm = float32(1) / warp_sum(total * factor + edge)
+    factor *= norm
+    if has_edge:
+        att[i] = edge * norm
+    while piece > head:
+        piece -= PIECE
+        if piece != last:
+            load_piece(x, part, preatt, piece, tail, LOWEST)
+            exponentiate(x, scale, maximum)
+        for k in range(VALUES):
+            x[k] *= factor
+        store_piece(att, piece, tail, x, part)
 
 
 @kernel(
     void(float32[::1], float32[::1], float32[::1], float32, int32, int32),
     max_threads=THREADS,
-    min_blocks=6,
+    min_blocks=5,
 )
 def softmax_backward_kernel(dpreatt, datt, att, scale, rows, T):
     """dpreatt[row, t2] = scale * att * (datt - sum of att * datt over the row) for t2 <= t.
@@ -137,30 +201,38 @@ def softmax_backward_kernel(dpreatt, datt, att, scale, rows, T):
     One warp per row, laid out as in softmax_forward_kernel. Moves the lower triangle three times:
     12 B NH T (T + 1) / 2 bytes.
     """
-    a = cuda.local.array(MAX_WIDTH, float32)
-    d = cuda.local.array(MAX_WIDTH, float32)
+    a = cuda.local.array(VALUES, float32)
+    d = cuda.local.array(VALUES, float32)
+    part = cuda.local.array(MAX_WIDTH, float32)
     row = row_of_warp()
     if row >= rows:
         return
-    begin = row * T
-    end = begin + row % T + 1
-    first = begin - begin % width(att) + cuda.threadIdx.x % WARP_SIZE * width(att)
-    step = WARP_SIZE * width(att)
+    begin, head, tail, end = parts_of_row(att, row, T)
+    i, has_edge = edge_of_lane(att, begin, head, tail, end)
 
+    a_edge = att[i] if has_edge else float32(0)
+    d_edge = datt[i] if has_edge else float32(0)
     total = float32(0)
-    for i in range(first, end, step):
-        load_within(a, att, i, begin, end, float32(0))
-        load_within(d, datt, i, begin, end, float32(0))
-        for k in range(width(att)):
+    piece = head
+    while piece < tail:
+        load_piece(a, part, att, piece, tail, float32(0))
+        load_piece(d, part, datt, piece, tail, float32(0))
+        for k in range(VALUES):
             total += a[k] * d[k]
-    total = warp_sum(total)
+        piece += PIECE
+    last = piece - PIECE
 
-    for i in range(first, end, step):
-        load_within(a, att, i, begin, end, float32(0))
-        load_within(d, datt, i, begin, end, float32(0))
-        for k in range(width(att)):
+    total = warp_sum(total + a_edge * d_edge)
+    if has_edge:
+        dpreatt[i] = scale * a_edge * (d_edge - total)
+    while piece > head:
+        piece -= PIECE
+        if piece != last:
+            load_piece(a, part, att, piece, tail, float32(0))
+            load_piece(d, part, datt, piece, tail, float32(0))
+        for k in range(VALUES):
             a[k] *= scale * (d[k] - total)
-        store_within(dpreatt, i, a, begin, end)
+        store_piece(dpreatt, piece, tail, a, part)
 
 
 def softmax_forward(att, preatt, scale) -> None:
@@ -172,8 +244,8 @@ def softmax_forward(att, preatt, scale) -> None:
     """
     T = att.shape[-1]
     rows = att.size // T
-    grid = ceil_div(rows, THREADS // WARP_SIZE)
-    softmax_forward_kernel[grid, THREADS](att, preatt, scale, rows, T)
+    grid = ceil_div(rows, WARPS)
+    softmax_forward_kernel[grid, THREADS](att, preatt, scale * LOG2_E, rows, T)
 
 
 def softmax_backward(dpreatt, datt, att, scale) -> None:
@@ -185,5 +257,5 @@ def softmax_backward(dpreatt, datt, att, scale) -> None:
     """
     T = att.shape[-1]
     rows = att.size // T
-    grid = ceil_div(rows, THREADS // WARP_SIZE)
+    grid = ceil_div(rows, WARPS)
     softmax_backward_kernel[grid, THREADS](dpreatt, datt, att, scale, rows, T)

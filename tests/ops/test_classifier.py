@@ -14,7 +14,7 @@ from numbagpt.ops.classifier import (
     fused_classifier,
     fused_classifier_kernel,
     fused_classifier_reference,
-    row_fits,
+    rows_that_fit,
 )
 
 # B, T, V, Vp: one logit; most vectors padding; the last vector in part; no padding; more than the
@@ -40,11 +40,16 @@ def small_block(monkeypatch):
     monkeypatch.setattr(module, "BLOCK", 64)
 
 
-@pytest.fixture(params=["kept", "rereading"])
-def both_kernels(request, monkeypatch):
-    """Run a test with rows in shared memory and, as where they do not fit, without."""
-    if request.param == "rereading":
-        monkeypatch.setattr(module, "row_fits", lambda logits: False)
+@pytest.fixture(params=[2, 1, 0])
+def rows_kept(request, monkeypatch):
+    """Run a test with two rows in shared memory and, as where they do not fit, with one or none."""
+    monkeypatch.setattr(module, "rows_that_fit", lambda logits: request.param)
+
+
+@pytest.fixture(autouse=True)
+def few_blocks(monkeypatch):
+    """Two blocks, so that with the few rows of a test a block has more than one."""
+    monkeypatch.setattr(module, "multiprocessors", lambda logits: 2)
 
 
 def problem(rng, B, T, V, Vp, padding=np.nan):
@@ -70,7 +75,7 @@ def on(place):
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.usefixtures("both_kernels")
+@pytest.mark.usefixtures("rows_kept")
 def test_losses_and_gradient(place, rng, shape):
     B, T, V, Vp = shape
     logits, targets = problem(rng, B, T, V, Vp)
@@ -87,7 +92,7 @@ def test_losses_and_gradient(place, rng, shape):
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.usefixtures("small_block", "both_kernels")
+@pytest.mark.usefixtures("small_block", "rows_kept")
 def test_bf16_logits(place, rng, shape):
     B, T, V, Vp = shape
     logits, targets = problem(rng, B, T, V, Vp)
@@ -127,7 +132,7 @@ def test_padding_is_not_read(place, rng, padding):
 
 
 @pytest.mark.parametrize("write_dlogits", [False, True])
-@pytest.mark.usefixtures("small_block", "both_kernels")
+@pytest.mark.usefixtures("small_block", "rows_kept")
 def test_probabilities(place, rng, write_dlogits):
     logits, targets = problem(rng, 2, 3, 37, 128)
     x = logits[..., :37].astype(np.float64)
@@ -231,7 +236,7 @@ def test_reference(rng, monkeypatch, chunk):
     assert not dlogits[..., V:].any()
 
 
-@pytest.mark.usefixtures("both_kernels")
+@pytest.mark.usefixtures("rows_kept")
 def test_vocabulary_of_gpt2(place, rng):
     logits, targets = problem(rng, 1, 1, 50257, 50304)
     losses, dlogits = run(on(place), logits, targets, 50257)
@@ -241,29 +246,29 @@ def test_vocabulary_of_gpt2(place, rng):
     assert not dlogits[..., 50257:].any()
 
 
-# Compute capability, KB of shared memory that a block may have, and whether a row of GPT-2's fits.
+# Compute capability, KB of shared memory that a block may have, and how many of GPT-2's rows fit.
 @pytest.mark.parametrize(
     ("cc", "kilobytes", "bf16", "fp32"),
     [
-        ((7, 5), 64, False, False),
-        ((8, 0), 163, True, False),
-        ((8, 6), 99, True, False),
-        ((9, 0), 227, True, True),
-        ((12, 0), 99, True, False),
+        ((7, 5), 64, 0, 0),
+        ((8, 0), 163, 1, 0),
+        ((8, 6), 99, 1, 0),
+        ((9, 0), 227, 2, 1),
+        ((12, 0), 99, 1, 0),
     ],
     ids=str,
 )
-def test_which_rows_fit(monkeypatch, cc, kilobytes, bf16, fp32):
+def test_how_many_rows_fit(monkeypatch, cc, kilobytes, bf16, fp32):
     gpu = SimpleNamespace(compute_capability=cc, MAX_SHARED_MEMORY_PER_BLOCK_OPTIN=1024 * kilobytes)
     monkeypatch.setattr(cuda, "get_current_device", lambda: gpu)
-    for dtype, fits in ((np.uint16, bf16), (np.float32, fp32)):
+    for dtype, fit in ((np.uint16, bf16), (np.float32, fp32)):
         logits = SimpleNamespace(shape=(16, 1024, 50304), dtype=np.dtype(dtype))
-        assert row_fits(logits) == fits
+        assert rows_that_fit(logits) == fit
         # No vector more than the device has.
         most = (1024 * kilobytes - module.STATIC_SHARED) // logits.dtype.itemsize
         for Vp in (most, most + 1):
             logits.shape = (1, Vp)
-            assert row_fits(logits) == (cc >= (8, 0) and Vp == most)
+            assert rows_that_fit(logits) == (cc >= (8, 0) and Vp == most)
 
 
 def test_shared_memory_of_the_sums():

@@ -1,9 +1,13 @@
 """Causal softmax and its gradient, on and below the diagonal and nowhere else."""
 
+import weakref
+
 import numpy as np
 import pytest
-from check import finite_difference, poisoned, relative_error
+from check import Place, finite_difference, poisoned, relative_error
 
+from numbagpt.gpu import simulator
+from numbagpt.ops import softmax as module
 from numbagpt.ops.softmax import (
     softmax_backward,
     softmax_backward_reference,
@@ -11,7 +15,7 @@ from numbagpt.ops.softmax import (
     softmax_forward_reference,
 )
 
-# B, NH, T: rows that start on every alignment, and rows longer than a warp reads at once (128).
+# B, NH, T: rows that start on every alignment, with no vector and with more than a warp has lanes.
 SHAPES = [(1, 1, 1), (2, 3, 2), (1, 1, 4), (1, 3, 5), (1, 3, 37), (1, 1, 150)]
 
 
@@ -46,15 +50,51 @@ def run_forward(place, preatt, scale):
     return att
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_forward(place, rng, shape):
-    B, NH, T = shape
+def check_forward(place, rng, B, NH, T):
     preatt = 3 * rng.standard_normal((B, NH, T, T)).astype(np.float32)
     att = run_forward(place, preatt, 0.25)
     expected = poisoned(att.shape, np.float64)
     softmax_forward_reference(expected, preatt.astype(np.float64), 0.25)
     assert relative_error(att, expected) <= 1e-5
     np.testing.assert_allclose(att.sum(axis=-1, dtype=np.float64), 1, rtol=1e-6)
+
+
+def check_backward(place, rng, B, NH, T):
+    att, datt = (a.astype(np.float32) for a in att_and_datt(rng, (B, NH, T, T)))
+    expected = poisoned(att.shape, np.float64)
+    softmax_backward_reference(expected, datt.astype(np.float64), att.astype(np.float64), 0.3)
+
+    datt = np.where(lower(T), datt, np.float32(np.nan))
+    readable = np.where(lower(T), att, np.float32(np.nan))
+    dpreatt = square(B, NH, T, np.nan, 0)
+    place.run(softmax_backward, dpreatt, datt, readable, 0.3)
+    assert not dpreatt[..., ~lower(T)].any(), "something above the diagonal was written"
+    # a single token always has weight 1: its gradient is zero but for rounding
+    assert relative_error(dpreatt, expected) <= 1e-5
+
+
+@pytest.fixture(params=["sim", pytest.param("cuda", marks=pytest.mark.gpu)])
+def long_rows(request, monkeypatch):
+    """A place and a T with up to three pieces in a row, the last of them with one vector.
+
+    The simulator would take minutes: there, pieces have 128 values and not 1024.
+    """
+    if request.param == "cuda":
+        return Place("cuda"), 2053
+    monkeypatch.setattr(module, "VALUES", 4)
+    monkeypatch.setattr(module, "PIECE", 128)
+    monkeypatch.setattr(simulator, "_rebound", weakref.WeakKeyDictionary())
+    return Place("sim"), 261
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_forward(place, rng, shape):
+    check_forward(place, rng, *shape)
+
+
+def test_forward_of_long_rows(long_rows, rng):
+    place, T = long_rows
+    check_forward(place, rng, 1, 1, T)
 
 
 @pytest.mark.parametrize("sign", [1, -1])
@@ -79,18 +119,12 @@ def test_forward_of_equal_scores(place, value):
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_backward(place, rng, shape):
-    B, NH, T = shape
-    att, datt = (a.astype(np.float32) for a in att_and_datt(rng, (B, NH, T, T)))
-    expected = poisoned(att.shape, np.float64)
-    softmax_backward_reference(expected, datt.astype(np.float64), att.astype(np.float64), 0.3)
+    check_backward(place, rng, *shape)
 
-    datt = np.where(lower(T), datt, np.float32(np.nan))
-    readable = np.where(lower(T), att, np.float32(np.nan))
-    dpreatt = square(B, NH, T, np.nan, 0)
-    place.run(softmax_backward, dpreatt, datt, readable, 0.3)
-    assert not dpreatt[..., ~lower(T)].any(), "something above the diagonal was written"
-    # a single token always has weight 1: its gradient is zero but for rounding
-    assert relative_error(dpreatt, expected) <= 1e-5
+
+def test_backward_of_long_rows(long_rows, rng):
+    place, T = long_rows
+    check_backward(place, rng, 1, 1, T)
 
 
 def test_backward_in_place(place, rng):
