@@ -116,6 +116,16 @@ def keep_address(typingctx, array):
 register_meaning(keep_address, lambda array: array)
 
 
+@instruction("ld.global.nc.b32 $result, [$source];", result=I32, source=GLOBAL)
+def look_up(source, offset):
+    """source[offset], an int32 in global memory that nothing writes while the kernel runs.
+
+    The compiler delays what `source[offset]` says until the value is needed, even out of one turn
+    of a loop into the next. This load is begun where the kernel says so.
+    """
+    return _words(source, offset, 1)[0]
+
+
 @instruction("st.shared.b32 [$tile], $word;", volatile=True, tile=SHARED, word=I32)
 def store_word(tile, offset, word):
     """Put the 4 bytes of `word` at tile[offset] in shared memory."""

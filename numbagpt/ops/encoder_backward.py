@@ -14,32 +14,38 @@ to one row of dwte, and so every sum has one owner and a fixed order.
 import itertools
 
 import numpy as np
-from numba import cuda, float32, int32, int64, uint16, void
+from numba import cuda, float32, int32, int64, uint16, uint32, void
 
 from numbagpt.gpu.kernel import ceil_div, device_function, kernel
+from numbagpt.gpu.ptx import look_up
 from numbagpt.gpu.reduce import FULL_MASK, WARP_SIZE
 from numbagpt.gpu.vec import MAX_WIDTH, load, store, width
 
-# Threads and warps of a block.
+# Threads of a block, and how many blocks are to fit on a multiprocessor: what its registers allow.
 BLOCK = 512
+RESIDENT_BLOCKS = 2
 WARPS = BLOCK // WARP_SIZE
-# A warp sums the runs that begin at its CHUNK places of the order. It looks at the tokens of up to
-# two times 32 places; runs that it might not see the end of are long, and the work of blocks.
-CHUNK = 8
-LONG_RUN = 2 * WARP_SIZE - CHUNK
-# Long runs: lanes of a team, which reads 128 bytes of a row at a time; teams of a block; blocks
-# along the runs.
+# Threads that read one row together, 16 bytes each. The blocks work through the channels slice by
+# slice of so many bytes, so that the cache need only hold a slice of dout for its second use.
+LANES = 32
+GROUPS = BLOCK // LANES
+# A run of this length or more is long: the work of a block. Its threads read rows in teams of
+# fewer lanes, each team its own rows, so that there are more teams, and fewer rows for each.
+LONG_RUN = 56
 TEAM = 8
 TEAMS = BLOCK // TEAM
-RUN_BLOCKS = 64
-# Sums of a block, whichever way dout is stored.
-ALL_SUMS = BLOCK * MAX_WIDTH
-# Rows under way at a time: of one sum, or of several with what they are added to.
-AT_ONCE = 8
-SHORT_AT_ONCE = 2
-# Registers for those rows.
-ROW_VALUES = AT_ONCE * MAX_WIDTH
-SHORT_VALUES = SHORT_AT_ONCE * MAX_WIDTH
+WARP_TEAMS = WARP_SIZE // TEAM
+PARTS = LANES // TEAM
+# Blocks along the long runs for each part of a slice, and along the short runs for each slice.
+LONG_BLOCKS = 32
+SHORT_BLOCKS = 256
+# Rows under way at a time: of a long run, of a short one, of a position's. Registers for them.
+LONG_ROWS = 7
+SHORT_ROWS = 4
+SEQUENCES = 8
+ROW_VALUES = max(LONG_ROWS, SHORT_ROWS, SEQUENCES) * MAX_WIDTH
+# Sums of the warps of a block, whichever way dout is stored.
+ALL_SUMS = WARPS * TEAM * MAX_WIDTH
 
 
 def token_runs(inp: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -85,35 +91,63 @@ def encoder_backward_reference(
 
 
 @device_function
-def add_rows(total, x, rows, places, dout, order, begin, end, step, c, C):
-    """total += Σ of dout[order[j]] over j = begin, begin + step, … below end; 16 bytes from c on.
+def load_rows(rows, dout, places, vector, vectors):
+    """rows = the 16 bytes number `vector` of the rows of dout at `places`, all under way at once.
 
-    The rows come AT_ONCE at a time, their positions a batch ahead. Where fewer are left, the last
-    of the run is read again, so that no load waits for a test, and counts for nothing.
+    A row has `vectors` times 16 bytes. Counted so, 32 bits are enough for a place in dout.
     """
-    last = int32(end - 1)
-    for i in range(AT_ONCE):
-        places[i] = order[min(int32(begin + i * step), last)]
-    left = int32(end - begin)
-    j = int32(begin)
-    while left > 0:
-        j = int32(j + AT_ONCE * step)
-        for i in range(AT_ONCE):
-            load(x, dout, int64(places[i]) * C + c)
-            for k in range(width(dout)):
-                rows[i * MAX_WIDTH + k] = x[k]
-        for i in range(AT_ONCE):
-            places[i] = order[min(int32(j + i * step), last)]
-        for i in range(AT_ONCE):
-            share = float32(1) if int32(i * step) < left else float32(0)
-            for k in range(width(dout)):
-                total[k] += share * rows[i * MAX_WIDTH + k]
-        left = int32(left - AT_ONCE * step)
+    x = cuda.local.array(MAX_WIDTH, float32)
+    for i in range(places.size):
+        load(x, dout, int64(int32(places[i] * vectors + vector)) * width(dout))
+        for k in range(width(dout)):
+            rows[i * MAX_WIDTH + k] = x[k]
 
 
 @device_function
-def load_gradient(total, x, grad, start, dout):
+def add_rows(total, rows, places, left, step, dout):
+    """total += those of the loaded rows that are among the `left` that remain, one each `step`."""
+    for i in range(places.size):
+        share = float32(1) if int32(i * step) < left else float32(0)
+        for k in range(width(dout)):
+            total[k] += share * rows[i * MAX_WIDTH + k]
+
+
+@device_function
+def sum_run(total, places, dout, order, begin, end, step, vector, vectors):
+    """total += Σ of dout[order[j]] over j = begin, begin + step, … below end; 16 bytes of each row.
+
+    The positions are looked up one batch of rows ahead. Where fewer than a batch are left, the last
+    of the run is read again, so that no load waits for a test, and counts for nothing.
+    """
+    rows = cuda.local.array(ROW_VALUES, float32)
+    last = int32(end - 1)
+    for i in range(places.size):
+        places[i] = look_up(order, min(int32(begin + i * step), last))
+    while begin < end:
+        load_rows(rows, dout, places, vector, vectors)
+        left = int32(end - begin)
+        begin = int32(begin + places.size * step)
+        for i in range(places.size):
+            places[i] = look_up(order, min(int32(begin + i * step), last))
+        add_rows(total, rows, places, left, step, dout)
+
+
+@device_function
+def sum_sequences(total, dout, t, B, T, vector, vectors):
+    """total += Σ over b of dout[b, t]; 16 bytes of each row."""
+    places = cuda.local.array(SEQUENCES, int32)
+    rows = cuda.local.array(ROW_VALUES, float32)
+    for b in range(0, B, places.size):
+        for i in range(places.size):
+            places[i] = int32(min(int32(b + i), int32(B - 1)) * T + t)
+        load_rows(rows, dout, places, vector, vectors)
+        add_rows(total, rows, places, int32(B - b), 1, dout)
+
+
+@device_function
+def load_gradient(total, grad, start, dout):
     """total = the values of float32 `grad` from start on that go with one vector of dout."""
+    x = cuda.local.array(MAX_WIDTH, float32)
     for v in range(0, width(dout), width(grad)):
         load(x, grad, start + v)
         for k in range(width(grad)):
@@ -121,8 +155,9 @@ def load_gradient(total, x, grad, start, dout):
 
 
 @device_function
-def store_gradient(grad, start, total, x, dout):
+def store_gradient(grad, start, total, dout):
     """grad = total, likewise."""
+    x = cuda.local.array(MAX_WIDTH, float32)
     for v in range(0, width(dout), width(grad)):
         for k in range(width(grad)):
             x[k] = total[v + k]
@@ -130,178 +165,111 @@ def store_gradient(grad, start, total, x, dout):
 
 
 @device_function
-def sum_sequences(dwpe, dout, i, B, TC, rows, x, total):
-    """dwpe[i : i + width] += Σ over b of dout[b, i : i + width], i counting a sequence's T*C."""
-    load_gradient(total, x, dwpe, i, dout)
-    for b in range(0, B, AT_ONCE):
-        for j in range(AT_ONCE):
-            load(x, dout, min(b + j, B - 1) * TC + i)
-            for k in range(width(dout)):
-                rows[j * MAX_WIDTH + k] = x[k]
-        for j in range(AT_ONCE):
-            share = float32(1) if b + j < B else float32(0)
-            for k in range(width(dout)):
-                total[k] += share * rows[j * MAX_WIDTH + k]
-    store_gradient(dwpe, i, total, x, dout)
+def sum_long_run(dwte, dout, inp, order, begin, end, first_vector, vectors):
+    """dwte[token] += Σ of dout over a run, a block together; TEAM vectors of each row.
 
-
-@device_function
-def sum_long_run(dwte, dout, inp, order, begin, end, c0, C, rows, places, x, total, shared):
-    """dwte[token] += Σ of dout over a run, a block together; 128 bytes of the channels from c0 on.
-
-    Each of the 64 teams sums every 64th position, then the teams' sums are added in their order.
+    Each of the TEAMS teams sums every TEAMS-th position. Then the sums of a warp's teams are added,
+    and those of the warps.
     """
-    team = cuda.threadIdx.x // TEAM
-    channels = TEAM * width(dout)
-    lane_c = (cuda.threadIdx.x & (TEAM - 1)) * width(dout)
-    mine = cuda.threadIdx.x
-    adds = mine < channels and c0 + mine < C
-    row = int64(inp[order[begin]]) * C
+    places = cuda.local.array(LONG_ROWS, int32)
+    total = cuda.local.array(MAX_WIDTH, float32)
+    shared = cuda.shared.array(ALL_SUMS, float32)
+    thread = uint32(cuda.threadIdx.x)  # unsigned: an index that may be negative is tested
+    lane = thread % TEAM
     for k in range(width(dout)):
         total[k] = float32(0)
-    c = min(c0 + lane_c, C - width(dout))  # lanes beyond the row read its end, for nothing
-    add_rows(total, x, rows, places, dout, order, begin + team, end, TEAMS, c, C)
+    vector = int32(min(first_vector + lane, vectors - 1))  # beyond the row: its end, for nothing
+    first = int32(begin + thread // TEAM)
+    sum_run(total, places, dout, order, first, end, TEAMS, vector, vectors)
     for k in range(width(dout)):
-        shared[team * channels + lane_c + k] = total[k]
-    # Under way while the block waits for its slowest team.
-    column = dwte[row + c0 + mine] if adds else float32(0)
+        teams = WARP_TEAMS
+        while teams > 1:
+            teams //= 2
+            total[k] += cuda.shfl_xor_sync(FULL_MASK, total[k], teams * TEAM)
+        if thread % WARP_SIZE < TEAM:
+            shared[(thread // WARP_SIZE * width(dout) + k) * TEAM + lane] = total[k]
+
+    # From here on a thread has one channel: value k of its lane's vector.
+    k = thread // TEAM
+    adds = k < width(dout) and first_vector + lane < vectors
+    place = (int64(look_up(inp, look_up(order, begin))) * vectors + vector) * width(dout) + k
+    # Under way while the block waits for its slowest warp.
+    column = dwte[place] if adds else float32(0)
     cuda.syncthreads()
     if adds:
-        for other in range(TEAMS):
-            column += shared[other * channels + mine]
-        dwte[row + c0 + mine] = column
+        for warp in range(WARPS):
+            column += shared[(warp * width(dout) + k) * TEAM + lane]
+        dwte[place] = column
     cuda.syncthreads()
-
-
-@device_function
-def next_begin(begins, place):
-    """The first place after `place` where a run begins, by the bits of `begins`; 32 if none."""
-    found = int32(cuda.ffs(int32(begins >> (place + 1))))
-    return int32(place + found) if found > 0 else int32(WARP_SIZE)
-
-
-@device_function
-def sum_short_runs(
-    dwte, dout, inp, order, first, c, inside, N, C, rows, places, grads, x, total, sums
-):
-    """dwte[token] += Σ of dout for the runs that begin at order[first : first + CHUNK], a warp.
-
-    Lane l has place first - 1 + l of the order, its position and token: a run begins where the
-    token is not that of the lane before. Its own places are those of lanes 1 … CHUNK. Runs come
-    longest first, so if the first that begins here has CHUNK places or more, no other begins here.
-    """
-    lane = cuda.threadIdx.x & (WARP_SIZE - 1)
-    place = int32(first - 1 + lane)
-    position = order[max(0, min(place, N - 1))]
-    token = inp[position] if 0 <= place < N else int32(-1)
-    begins = cuda.ballot_sync(FULL_MASK, token != cuda.shfl_up_sync(FULL_MASK, token, 1))
-    begin = next_begin(begins, int32(0))
-    last = min(CHUNK, N - first)
-    if begin > last:
-        return
-    end = next_begin(begins, begin)
-    if end - begin >= CHUNK:
-        own = cuda.shfl_sync(FULL_MASK, token, begin)
-        if end == WARP_SIZE:  # the end may be among the next 32 places
-            place = int32(first - 1 + WARP_SIZE + lane)
-            token = inp[order[min(place, N - 1)]] if place < N else int32(-1)
-            others = cuda.ballot_sync(FULL_MASK, token != own)
-            end = int32(WARP_SIZE + next_begin(others, int32(-1)))
-        if end - begin < LONG_RUN:
-            start = int64(own) * C + c
-            load_gradient(total, x, dwte, start, dout)
-            first_row, behind = int32(first - 1 + begin), int32(first - 1 + end)
-            add_rows(total, x, rows, places, dout, order, first_row, behind, 1, c, C)
-            if inside:
-                store_gradient(dwte, start, total, x, dout)
-        return
-
-    end = next_begin(begins, int32(last))
-    for batch in range(begin, end, SHORT_AT_ONCE):
-        for i in range(SHORT_AT_ONCE):
-            source = int32(min(batch + i, end - 1))
-            start = int64(cuda.shfl_sync(FULL_MASK, position, source)) * C + c
-            load(x, dout, start)
-            for k in range(width(dout)):
-                rows[i * MAX_WIDTH + k] = x[k]
-            start = int64(cuda.shfl_sync(FULL_MASK, token, source)) * C + c
-            if (begins >> source) & 1:
-                load_gradient(total, x, dwte, start, dout)
-                for k in range(width(dout)):
-                    grads[i * MAX_WIDTH + k] = total[k]
-            else:
-                for k in range(width(dout)):
-                    grads[i * MAX_WIDTH + k] = float32(0)
-        for i in range(SHORT_AT_ONCE):
-            source = int32(batch + i)
-            start = int64(cuda.shfl_sync(FULL_MASK, token, source)) * C + c
-            # Beyond the end this adds up what nobody reads: a test would delay the loads.
-            for k in range(width(dout)):
-                carried = float32(0) if (begins >> source) & 1 else sums[k]
-                sums[k] = carried + grads[i * MAX_WIDTH + k] + rows[i * MAX_WIDTH + k]
-            if inside and source < end and (begins >> (source + 1)) & 1:
-                store_gradient(dwte, start, sums, x, dout)
 
 
 @kernel(
     void(*[float32[::1]] * 3, *[int32[::1]] * 3, *[int32] * 5),
     void(*[float32[::1]] * 2, uint16[::1], *[int32[::1]] * 3, *[int32] * 5),
     max_threads=BLOCK,
-    min_blocks=2,
+    min_blocks=RESIDENT_BLOCKS,
 )
-def encoder_backward_kernel(dwte, dwpe, dout, inp, order, starts, B, T, C, wpe_blocks, run_blocks):
+def encoder_backward_kernel(
+    dwte, dwpe, dout, inp, order, starts, B, T, C, long_blocks, short_blocks
+):
     """dwpe[t] += Σ over b of dout[b, t], and dwte[token] += Σ of dout over each token's run.
 
-    One launch, so that the sums by position and by token find in the cache what the other has
-    read, and no sum waits for the slowest of another kind. The blocks divide the work in the order
-    of their start:
+    One launch, so that no sum waits for the slowest of another kind. blockIdx.y is the slice of the
+    channels: LANES times 16 bytes. The blocks of a slice are, in the order of their start:
 
-    * wpe_blocks with a thread for 16 bytes of a sequence of dout, which adds up all sequences;
-    * run_blocks along the long runs, like that of the comma, for each 128 bytes of the channels;
-    * warps with CHUNK places of the order each, for the short runs that begin there and 512 bytes
-      of the channels. Most tokens of a text occur once or twice in a batch.
+    * long_blocks along the long runs, like that of the comma, for each part of the slice;
+    * short_blocks along the other runs, LANES threads for each. Most tokens of a text occur once or
+      twice in a batch. Runs come longest first, so neighbours take as long as each other;
+    * blocks with LANES threads for each position of a sequence, which add up all sequences. They
+      are short and alike, and fill the GPU until the last run is summed.
 
-    Moves 8 B T C bytes of dout in float32, half of them from the cache if it is large enough, 8 C
-    of dwte for each different token, and 8 T C of dwpe.
+    Moves 8 B T C bytes of dout in float32, half of them from the cache if it holds a slice, 8 C of
+    dwte for each different token, and 8 T C of dwpe.
     """
-    rows = cuda.local.array(ROW_VALUES, float32)
-    places = cuda.local.array(AT_ONCE, int32)
-    grads = cuda.local.array(SHORT_VALUES, float32)
-    x = cuda.local.array(MAX_WIDTH, float32)
+    places = cuda.local.array(SHORT_ROWS, int32)
     total = cuda.local.array(MAX_WIDTH, float32)
-    sums = cuda.local.array(MAX_WIDTH, float32)
-    shared = cuda.shared.array(ALL_SUMS, float32)
-    N = int32(B * T)
+    thread = uint32(cuda.threadIdx.x)
     block = int32(cuda.blockIdx.x)
-    slices = int32((C + TEAM * width(dout) - 1) // (TEAM * width(dout)))
+    N = int32(B * T)
+    vectors = int32(C // width(dout))
+    vector = int32(cuda.blockIdx.y * LANES)
 
-    if block < wpe_blocks:
-        i = (int64(block) * BLOCK + cuda.threadIdx.x) * width(dout)
-        if i < int64(T) * C:
-            sum_sequences(dwpe, dout, i, B, int64(T) * C, rows, x, total)
+    if block < long_blocks * PARTS:
+        vector = int32(vector + block % PARTS * TEAM)
+        run = int32(block // PARTS)
+        while vector < vectors and run < N:
+            begin, end = look_up(starts, run), look_up(starts, run + 1)
+            if end - begin < LONG_RUN:
+                return
+            sum_long_run(dwte, dout, inp, order, begin, end, vector, vectors)
+            run = int32(run + long_blocks)
         return
 
-    block = int32(block - wpe_blocks)
-    if block < run_blocks * slices:
-        c0 = block % slices * TEAM * width(dout)
-        run = block // slices
-        while run < N and starts[run + 1] - starts[run] >= LONG_RUN:
-            begin, end = starts[run], starts[run + 1]
-            sum_long_run(dwte, dout, inp, order, begin, end, c0, C, rows, places, x, total, shared)
-            run += run_blocks
+    vector = int32(vector + thread % LANES)
+    if vector >= vectors:
+        return
+    block = int32(block - long_blocks * PARTS)
+    if block < short_blocks:
+        run = int32(block * GROUPS + thread // LANES)
+        while run < N:
+            begin, end = look_up(starts, run), look_up(starts, run + 1)
+            if begin == N:
+                return
+            if end - begin < LONG_RUN:
+                token = look_up(inp, look_up(order, begin))
+                start = (int64(token) * vectors + vector) * width(dout)
+                load_gradient(total, dwte, start, dout)
+                sum_run(total, places, dout, order, begin, end, 1, vector, vectors)
+                store_gradient(dwte, start, total, dout)
+            run = int32(run + short_blocks * GROUPS)
         return
 
-    block = int32(block - run_blocks * slices)
-    slices = int32((C + WARP_SIZE * width(dout) - 1) // (WARP_SIZE * width(dout)))
-    warp = int32(block * WARPS + cuda.threadIdx.x // WARP_SIZE)
-    first = int32(warp // slices * CHUNK)
-    if first < N:
-        c = (warp % slices * WARP_SIZE + (cuda.threadIdx.x & (WARP_SIZE - 1))) * width(dout)
-        inside = c < C
-        c = min(c, C - width(dout))  # lanes beyond the row read its end, and write nothing
-        sum_short_runs(
-            dwte, dout, inp, order, first, c, inside, N, C, rows, places, grads, x, total, sums
-        )
+    t = int32((block - short_blocks) * GROUPS + thread // LANES)
+    if t < T:
+        start = (int64(t) * vectors + vector) * width(dout)
+        load_gradient(total, dwpe, start, dout)
+        sum_sequences(total, dout, t, B, T, vector, vectors)
+        store_gradient(dwpe, start, total, dout)
 
 
 def encoder_backward(dwte, dwpe, dout, inp, order, starts) -> None:
@@ -314,12 +282,10 @@ def encoder_backward(dwte, dwpe, dout, inp, order, starts) -> None:
     """
     B, T, C = dout.shape
     N = B * T
-    vector = 16 // dout.dtype.itemsize
-    wpe_blocks = ceil_div(T * C, BLOCK * vector)
-    run_blocks = min(RUN_BLOCKS, N // LONG_RUN)
-    slices = ceil_div(C, WARP_SIZE * vector)
-    short_blocks = ceil_div(ceil_div(N, CHUNK) * slices, WARPS)
-    blocks = wpe_blocks + run_blocks * ceil_div(C, TEAM * vector) + short_blocks
-    encoder_backward_kernel[blocks, BLOCK](
-        dwte, dwpe, dout, inp, order, starts, B, T, C, wpe_blocks, run_blocks
+    long_blocks = min(LONG_BLOCKS, N // LONG_RUN)
+    short_blocks = min(SHORT_BLOCKS, ceil_div(N, GROUPS))
+    blocks = long_blocks * PARTS + short_blocks + ceil_div(T, GROUPS)
+    slices = ceil_div(C * dout.dtype.itemsize, 16 * LANES)
+    encoder_backward_kernel[(blocks, slices), BLOCK](
+        dwte, dwpe, dout, inp, order, starts, B, T, C, long_blocks, short_blocks
     )

@@ -22,6 +22,7 @@ from numbagpt.gpu.ptx import (
     load_pair,
     load_words,
     log2,
+    look_up,
     maximum,
     pack_bf16,
     pack_bf16_in_order,
@@ -138,6 +139,19 @@ def test_copies(place, count):
     np.testing.assert_array_equal(pairs, values[::-1])
     np.testing.assert_array_equal(out[2, :, :6], inp[:, :6])
     np.testing.assert_array_equal(out[2, :, 6:].copy().view(np.int32)[:, 0], np.arange(N))
+
+
+@kernel(void(int32[::1], int32[::1], int64), max_threads=N)
+def look_up_kernel(out, inp, start):
+    i = int32(cuda.threadIdx.x)
+    out[i] = look_up(inp, start - i)
+
+
+def test_look_up(place):
+    inp = np.random.default_rng(6).integers(-(1 << 31), 1 << 31, 2 * N).astype(np.int32)
+    out = np.zeros(N, np.int32)
+    place.run(look_up_kernel[1, N], out, inp, N + 5)
+    np.testing.assert_array_equal(out, inp[6 : N + 6][::-1])
 
 
 @kernel(void(uint16[::1], uint16[::1], int64), max_threads=32, minimum=(8, 0))

@@ -90,19 +90,20 @@ def test_backward_leaves_other_rows_alone(place: Place) -> None:
     np.testing.assert_array_equal(dwpe[3:], before_dwpe[3:])
 
 
-# Around every length at which the work is divided otherwise: 56 places make a run long, a warp sees
-# 32 at a time and owns 8, and two rows are under way at once.
-LENGTHS = [130, 90, 64, 57, 56, 55, 54, 41, 33, 32, 31, 30, 25, 24, 23, 22, 17, 16, 15, 9, 9, 8, 8]
+# Around every length at which the work is divided otherwise: 56 places make a run long, of which 64
+# teams have 7 rows each under way, and 4 rows of a short run are.
+LENGTHS = [470, 130, 90, 64, 57, 56, 55, 54, 41, 33, 32, 31, 17, 16, 15, 13, 12, 11, 9, 9, 8, 8, 8]
 LENGTHS += [7, 7, 7, 6, 5, 4, 4, 3, 3, 3, 2, 2, 2, 2, 2] + 30 * [1]
 
 
-@pytest.mark.parametrize("blocks", [2, 64])
+@pytest.mark.parametrize("blocks", [1, 64])
 @pytest.mark.parametrize("storage", [np.float32, np.uint16])
-@pytest.mark.parametrize("dropped", [0, 3, 14, 36])
+@pytest.mark.parametrize("dropped", [0, 5, 14, 36])
 def test_backward_of_runs_of_every_length(
     place: Place, monkeypatch: pytest.MonkeyPatch, dropped: int, storage: type, blocks: int
 ) -> None:
-    monkeypatch.setattr(encoder_backward_module, "RUN_BLOCKS", blocks)
+    monkeypatch.setattr(encoder_backward_module, "LONG_BLOCKS", blocks)
+    monkeypatch.setattr(encoder_backward_module, "SHORT_BLOCKS", blocks)
     lengths = LENGTHS[dropped:]
     tokens = np.repeat(np.arange(len(lengths)), lengths)
     inp = np.random.default_rng(3).permutation(tokens).reshape(1, -1).astype(np.int32)
