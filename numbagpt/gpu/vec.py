@@ -17,6 +17,9 @@ compiled, and `load` and `store` move that many between an array and a local arr
         x[k] *= scale
     store(out, i, x)                 # out[i : i + width] = x[:width]
 
+`fetch` and `unpack` are the two halves of a load: the 16 bytes as they are stored, and the values
+in them. bf16 that is fetched long before it is needed takes half the registers that way.
+
 The address inp + i must be a multiple of 16 bytes, or of 8 for `store_half`.
 """
 
@@ -72,28 +75,72 @@ def width(typingctx, arr):
     return types.int64(arr), codegen
 
 
+def _fetch(context, builder, array_type, array, index, index_type):
+    """The four words at element `index`."""
+    source = _vector_pointer(context, builder, array_type, array, index, index_type)
+    words = builder.load(source, align=16)
+    return [builder.extract_element(words, _I32(w)) for w in range(4)]
+
+
+def _unpack(context, builder, dtype, words, registers):
+    """Put the values of four words, stored as dtype, into registers[0], registers[1], …"""
+    values = words
+    if dtype == types.uint16:
+        values = []
+        for word in words:
+            values += [builder.shl(word, _I32(16)), builder.and_(word, _I32(0xFFFF0000))]
+    for k, value in enumerate(values):
+        builder.store(builder.bitcast(value, _F32), builder.gep(registers, [_I32(k)]))
+
+
 @intrinsic
 def load(typingctx, x, arr, i):
     """x[:width] = arr[i : i + width] in one 128-bit load, as float32."""
 
     def codegen(context, builder, signature, args):
         x_type, arr_type, i_type = signature.args
+        words = _fetch(context, builder, arr_type, args[1], args[2], i_type)
         registers = _data_pointer(context, builder, x_type, args[0])
-        source = _vector_pointer(context, builder, arr_type, args[1], args[2], i_type)
-        words = builder.load(source, align=16)
-        values = []
-        for w in range(4):
-            word = builder.extract_element(words, _I32(w))
-            if arr_type.dtype == types.uint16:
-                values.append(builder.shl(word, _I32(16)))
-                values.append(builder.and_(word, _I32(0xFFFF0000)))
-            else:
-                values.append(word)
-        for k, value in enumerate(values):
-            builder.store(builder.bitcast(value, _F32), builder.gep(registers, [_I32(k)]))
+        _unpack(context, builder, arr_type.dtype, words, registers)
         return context.get_dummy_value()
 
     return types.void(x, arr, i), codegen
+
+
+def _register_pointer(context, builder, array_type, array, index, index_type):
+    """Pointer to element `index` of a local array."""
+    index = context.cast(builder, index, index_type, types.int64)
+    return builder.gep(_data_pointer(context, builder, array_type, array), [index])
+
+
+@intrinsic
+def fetch(typingctx, words, w, arr, i):
+    """words[w : w + 4], int32, = the bits of arr[i : i + width], in one 128-bit load."""
+
+    def codegen(context, builder, signature, args):
+        words_type, w_type, arr_type, i_type = signature.args
+        registers = _register_pointer(context, builder, words_type, args[0], args[1], w_type)
+        fetched = _fetch(context, builder, arr_type, args[2], args[3], i_type)
+        for k, word in enumerate(fetched):
+            builder.store(word, builder.gep(registers, [_I32(k)]))
+        return context.get_dummy_value()
+
+    return types.void(words, w, arr, i), codegen
+
+
+@intrinsic
+def unpack(typingctx, x, k, words, w, arr):
+    """x[k : k + width] = the values that fetch(words, w, arr, i) has fetched, as float32."""
+
+    def codegen(context, builder, signature, args):
+        x_type, k_type, words_type, w_type, arr_type = signature.args
+        source = _register_pointer(context, builder, words_type, args[2], args[3], w_type)
+        fetched = [builder.load(builder.gep(source, [_I32(k)])) for k in range(4)]
+        registers = _register_pointer(context, builder, x_type, args[0], args[1], k_type)
+        _unpack(context, builder, arr_type.dtype, fetched, registers)
+        return context.get_dummy_value()
+
+    return types.void(x, k, words, w, arr), codegen
 
 
 def _store(context, builder, signature, args, count):
@@ -145,6 +192,16 @@ def _load_meaning(x, arr, i):
     registers[:] = bf16_to_float32(values) if values.dtype == np.uint16 else values
 
 
+def _fetch_meaning(words, w, arr, i):
+    checked_slice(words, w, 4)[:] = checked_slice(arr, i, _width(arr.dtype)).view(np.int32)
+
+
+def _unpack_meaning(x, k, words, w, arr):
+    values = checked_slice(words, w, 4).view(arr.dtype)
+    registers = checked_slice(x, k, len(values))
+    registers[:] = bf16_to_float32(values) if values.dtype == np.uint16 else values
+
+
 def _store_meaning(arr, i, x, parts=1):
     target = checked_slice(arr, i, _width(arr.dtype) // parts)
     values = checked_slice(x, 0, len(target))
@@ -153,5 +210,7 @@ def _store_meaning(arr, i, x, parts=1):
 
 register_meaning(width, lambda arr: 16 // arr.dtype.itemsize)
 register_meaning(load, _load_meaning)
+register_meaning(fetch, _fetch_meaning)
+register_meaning(unpack, _unpack_meaning)
 register_meaning(store, _store_meaning)
 register_meaning(store_half, lambda arr, i, x: _store_meaning(arr, i, x, parts=2))

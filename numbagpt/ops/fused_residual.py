@@ -30,7 +30,7 @@ from numbagpt.ops.layernorm import (
 from numbagpt.ops.rows import (
     GPT2_CHANNELS,
     check_channels,
-    lane_of,
+    lane_of_warp,
     load_row,
     registers_of_row,
     store_row,
@@ -57,7 +57,7 @@ def fused_residual_forward_reference(
 def round_row(x, arr, C):
     """x = what a warp's row x will be once stored in arr."""
     if width(arr) == MAX_WIDTH:  # bf16
-        for i in range(0, registers_of_row(arr, C, WARP_SIZE), 2):
+        for i in range(0, registers_of_row(arr, C), 2):
             word = pack_bf16(x[i], x[i + 1])
             x[i] = bf16_low(word)
             x[i + 1] = bf16_high(word)
@@ -86,17 +86,17 @@ def fused_residual_kernel(C: int) -> Kernel:
         b = cuda.local.array(MAX_WIDTH, float32)
         row = int64(cuda.blockIdx.x * WARPS + cuda.threadIdx.x // WARP_SIZE)
         if row < N:
-            load_row(x, w, inp1, row * C, WARP_SIZE, C)
-            load_row(y, w, inp2, row * C, WARP_SIZE, C)
-            for i in range(registers_of_row(residual, C, WARP_SIZE)):
+            load_row(x, w, inp1, row * C, C)
+            load_row(y, w, inp2, row * C, C)
+            for i in range(registers_of_row(residual, C)):
                 x[i] += y[i]
             round_row(x, residual, C)
-            store_row(residual, row * C, x, w, WARP_SIZE, C)
+            store_row(residual, row * C, x, w, C)
             m = row_mean(x, residual, C)
             s = row_rstd(x, m, residual, C)
             normalize_row(x, m, s, weight, bias, w, b, C)
-            store_row(normed, row * C, x, w, WARP_SIZE, C)
-            if lane_of(WARP_SIZE) == 0:
+            store_row(normed, row * C, x, w, C)
+            if lane_of_warp() == 0:
                 mean[row] = m
                 rstd[row] = s
 

@@ -32,7 +32,7 @@ from numbagpt.ops.layernorm_backward import (
 from numbagpt.ops.rows import (
     GPT2_CHANNELS,
     check_channels,
-    lane_of,
+    lane_of_warp,
     load_row,
     registers_of_row,
     store_row,
@@ -78,7 +78,7 @@ def layernorm_forward_reference(
 def row_mean(x, arr, C):
     """Mean of a warp's row; arr: the array it comes from."""
     total = float32(0)
-    for i in range(registers_of_row(arr, C, WARP_SIZE)):
+    for i in range(registers_of_row(arr, C)):
         total += x[i]
     return warp_sum(total) / float32(C)
 
@@ -87,8 +87,8 @@ def row_mean(x, arr, C):
 def row_rstd(x, m, arr, C):
     """1 / sqrt(variance + EPSILON) of a warp's row, m being its mean."""
     total = float32(0)
-    for n in range(vectors_per_lane(arr, C, WARP_SIZE)):
-        if (n * WARP_SIZE + lane_of(WARP_SIZE)) * width(arr) < C:
+    for n in range(vectors_per_lane(arr, C)):
+        if (n * WARP_SIZE + lane_of_warp()) * width(arr) < C:
             for k in range(width(arr)):
                 difference = x[n * width(arr) + k] - m
                 total += difference * difference
@@ -98,8 +98,8 @@ def row_rstd(x, m, arr, C):
 @device_function
 def normalize_row(x, m, s, weight, bias, w, b, C):
     """x = (x - m) s weight + bias for a warp's row; w, b: MAX_WIDTH registers each."""
-    for n in range(vectors_per_lane(weight, C, WARP_SIZE)):
-        c = (n * WARP_SIZE + lane_of(WARP_SIZE)) * width(weight)
+    for n in range(vectors_per_lane(weight, C)):
+        c = (n * WARP_SIZE + lane_of_warp()) * width(weight)
         if c < C:
             load(w, weight, c)
             load(b, bias, c)
@@ -140,12 +140,12 @@ def forward_kernel(C: int) -> Kernel:
         b = cuda.local.array(MAX_WIDTH, float32)
         row = int64(cuda.blockIdx.x * WARPS + cuda.threadIdx.x // WARP_SIZE)
         if row < N:
-            load_row(x, w, inp, row * C, WARP_SIZE, C)
+            load_row(x, w, inp, row * C, C)
             m = row_mean(x, inp, C)
             s = row_rstd(x, m, inp, C)
             normalize_row(x, m, s, weight, bias, w, b, C)
-            store_row(out, row * C, x, w, WARP_SIZE, C)
-            if lane_of(WARP_SIZE) == 0:
+            store_row(out, row * C, x, w, C)
+            if lane_of_warp() == 0:
                 mean[row] = m
                 rstd[row] = s
 

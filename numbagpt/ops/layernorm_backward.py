@@ -20,34 +20,29 @@ import numpy as np
 from numba import cuda, float32, int32, int64, uint16, void
 
 from numbagpt.gpu.kernel import Kernel, ceil_div, device_function, kernel
-from numbagpt.gpu.reduce import WARP_SIZE, warp_sum
-from numbagpt.gpu.vec import MAX_WIDTH, load, store, width
-from numbagpt.ops.rows import (
-    GPT2_CHANNELS,
-    add_part,
-    check_channels,
-    keep_row,
-    lane_of,
-    load_part,
-    load_row,
-    registers_of_row,
-    values_per_lane,
-    vectors_per_lane,
-)
+from numbagpt.gpu.reduce import FULL_MASK, WARP_SIZE, warp_sum
+from numbagpt.gpu.vec import MAX_WIDTH, fetch, load, store, unpack, width
+from numbagpt.ops.rows import GPT2_CHANNELS, check_channels
 
 # The multiprocessors of an H200. A constant, not asked of the GPU, so that the order of the
 # additions is the same on all of them.
 MULTIPROCESSORS = 132
-# What one multiprocessor has, in four parts; a warp's registers come from one of them.
-REGISTERS = 65536
-PARTS = 4
-MAX_WARPS = 16
-# Two slots of two sums for each warp: see the loop over the rows.
-EXCHANGE = 4 * MAX_WARPS
-# Warps of a block that adds up partial sums.
-SUM_WARPS = 32
-SUM_THREADS = SUM_WARPS * WARP_SIZE
-# Partial sums that each of them has under way at a time: all, for one block on a multiprocessor.
+# Warps of a block, which has a multiprocessor to itself; more where a row needs more. With so few a
+# thread may have 128 registers, and the sums of all their columns fit into 48 KB of shared memory.
+WARPS = 15
+# Columns of each lane: one vector of a row in bf16, two in float32.
+COLUMNS = MAX_WIDTH
+# Vectors that a lane holds of inp, dout and dinp at a time: two rows in bf16, one in float32.
+VECTORS = 2
+ROWS = 2
+VALUES = ROWS * COLUMNS
+WORDS = 4 * VECTORS
+# What a team sums up over rows in a turn: dnorm, and dnorm norm, of each.
+SUMS = 2 * ROWS
+# Threads of a block that adds up partial sums, and lanes of a warp that share a row of them.
+SUM_THREADS = 256
+SUM_LANES = 8
+# Rows that each of these lanes has under way at a time: all there are of MULTIPROCESSORS blocks.
 SUM_ROWS = 5
 
 
@@ -88,44 +83,77 @@ def layernorm_backward_reference(
         dresidual_sum += np.add.reduce(dinp.reshape(-1, C), axis=0)
 
 
-def backward_shape(C: int) -> tuple[int, int, int]:
-    """Warps of a team, which holds a row; teams of a block; blocks of a multiprocessor.
+def backward_shape(C: int) -> tuple[int, int]:
+    """Lanes of a team, which holds a row; teams of a block.
 
-    A lane keeps five values for each channel it has: of the three rows and of two sums. With 48
-    registers for all else the compiler needs no memory, on any architecture.
     Raises UserError where there are too many channels.
     """
     check_channels(C)
-    team = 1
-    while C > 1024 * team:
-        team *= 2
-    registers = 5 * values_per_lane(C, team * WARP_SIZE) + 48
-    warps = min(MAX_WARPS, REGISTERS // PARTS // WARP_SIZE // registers * PARTS)
-    # Teams of several warps wait for each other; a second block computes meanwhile.
-    blocks = 1 if team == 1 else 2
-    return team, warps // blocks // team, blocks
+    warps = ceil_div(C, COLUMNS * WARP_SIZE)
+    return warps * WARP_SIZE, max(1, WARPS // warps)
 
 
 @device_function
-def store_sum(partials, start, shared, TEAMS, LANES, C):
-    """partials[start : start + C] = the sum of the rows shared[team], in the order of the teams."""
-    cuda.syncthreads()
-    for c in range(cuda.threadIdx.x, C, TEAMS * LANES):
-        column = float32(0)
-        for team in range(TEAMS):
-            column += shared[team * C + c]
-        partials[start + c] = column
-    cuda.syncthreads()
+def rows_of_turn(arr):
+    """Rows that a team holds at a time, a constant of the kernel."""
+    return VECTORS * width(arr) // COLUMNS
+
+
+@device_function
+def first_column(n, arr, LANES):
+    """First column of this lane's n-th vector of a row; it may lie beyond the row."""
+    return int32((n * LANES + cuda.threadIdx.x) * width(arr))
+
+
+@device_function
+def fetch_rows(words, arr, row, N, LANES, C):
+    """words = this lane's vectors of the rows row, row + blocks, …; zeros beyond N and C."""
+    for v in range(VECTORS):
+        own = int32(row + v * width(arr) // COLUMNS * cuda.gridDim.x)
+        c = first_column(v % (COLUMNS // width(arr)), arr, LANES)
+        if own < N and c < C:
+            fetch(words, 4 * v, arr, int64(own) * C + c)
+        else:
+            for k in range(4):
+                words[4 * v + k] = int32(0)
+
+
+@device_function
+def fetch_statistics(m, s, mean, rstd, row, N, arr):
+    """mean and rstd of the same rows of arr; beyond N those of the last, for rows of zeros."""
+    for r in range(rows_of_turn(arr)):
+        own = min(int32(row + r * cuda.gridDim.x), N - 1)
+        m[r] = mean[own]
+        s[r] = rstd[own]
+
+
+@device_function
+def unpack_rows(x, words, arr):
+    """x = the values of the vectors that fetch_rows has fetched, a row after the other."""
+    for v in range(VECTORS):
+        unpack(x, v * width(arr), words, 4 * v, arr)
+
+
+@device_function
+def keep_columns(shared, start, x, part, arr, LANES, C):
+    """shared[start : start + C] = the lanes' values x, which lie as a row of arr does."""
+    for n in range(COLUMNS // width(arr)):
+        c = first_column(n, arr, LANES)
+        if c < C:
+            for v in range(0, width(arr), width(shared)):
+                for k in range(width(shared)):
+                    part[k] = x[n * width(arr) + v + k]
+                store(shared, start + c + v, part)
 
 
 @functools.cache
 def backward_kernel(C: int, accumulate: bool) -> Kernel:
     """The backward kernel for rows of C channels, which adds to dinp or overwrites it."""
     ACCUMULATE = int(accumulate)
-    TEAM_WARPS, TEAMS, BLOCKS = backward_shape(C)
-    LANES = TEAM_WARPS * WARP_SIZE
-    VALUES = values_per_lane(C, LANES)
-    SHARED = TEAMS * C
+    LANES, TEAMS = backward_shape(C)
+    TEAM_WARPS = LANES // WARP_SIZE
+    SLOT = SUMS * TEAMS * TEAM_WARPS
+    SHARED = TEAMS * 3 * C
 
     sizes = int32, int32
 
@@ -133,115 +161,138 @@ def backward_kernel(C: int, accumulate: bool) -> Kernel:
         void(*[float32[::1]] * 7, *sizes),
         void(uint16[::1], float32[::1], *[uint16[::1]] * 3, float32[::1], float32[::1], *sizes),
         max_threads=TEAMS * LANES,
-        min_blocks=BLOCKS,
     )
     def layernorm_backward_kernel(dinp, partials, dout, inp, weight, mean, rstd, N, sums):
         """dinp (+)= rstd (dnorm - mean(dnorm) - norm mean(dnorm norm)), and the block's share of
         the column sums: partials[block] = Σ dout norm, Σ dout and, where sums is 3, Σ new dinp.
 
-        A team is one warp up to 1024 channels, else two or four. Its lanes hold a row each of inp,
-        dout and dinp, all under way before the first value is needed, and add up dweight and dbias
-        of their columns over all the team's rows. weight, as float32, and the sum of dinp are in
-        shared memory. At the end the block adds up its teams' sums, in their order. At 768
-        channels a multiprocessor has 12 warps of 168 registers, with up to 9 KB (float32) each on
-        the way; about 23 KB in all keep the memory of an H200 busy. Moves 16 N C bytes in
-        float32, 12 where dinp is not read.
+        threadIdx.y is the team, one warp for every 256 channels; threadIdx.x is the lane in it. A
+        lane has the same 8 columns of all the team's rows, with their weights and three sums in
+        registers. While a team works on one or two rows of inp, dout and dinp, the next are on
+        their way: with 15 warps 46 KB to each multiprocessor, where some 23 KB keep the memory of
+        an H200 busy. At the end the block adds up its teams' sums, in their order. Moves 16 N C
+        bytes in float32, 12 where dinp is not read.
         """
         x = cuda.local.array(VALUES, float32)
         d = cuda.local.array(VALUES, float32)
         g = cuda.local.array(VALUES, float32)
-        dweight = cuda.local.array(VALUES, float32)
-        dbias = cuda.local.array(VALUES, float32)
-        w = cuda.local.array(MAX_WIDTH, float32)
+        x_words = cuda.local.array(WORDS, int32)
+        d_words = cuda.local.array(WORDS, int32)
+        g_words = cuda.local.array(WORDS, int32)
+        m = cuda.local.array(ROWS, float32)
+        s = cuda.local.array(ROWS, float32)
+        next_m = cuda.local.array(ROWS, float32)
+        next_s = cuda.local.array(ROWS, float32)
+        row_sums = cuda.local.array(SUMS, float32)
+        w = cuda.local.array(COLUMNS, float32)
+        dweight = cuda.local.array(COLUMNS, float32)
+        dbias = cuda.local.array(COLUMNS, float32)
+        dresidual = cuda.local.array(COLUMNS, float32)
         part = cuda.local.array(MAX_WIDTH, float32)
-        weights = cuda.shared.array(C, float32, 16)
+        # For what the warps of a team tell each other; after the last row, for the columns' sums.
         shared = cuda.shared.array(SHARED, float32, 16)
-        exchange = cuda.shared.array(EXCHANGE, float32)
-        for i in range(registers_of_row(inp, C, LANES)):
+
+        team = cuda.threadIdx.y
+        thread = int32(team * LANES + cuda.threadIdx.x)
+        turn_rows = int32(cuda.gridDim.x * TEAMS * rows_of_turn(inp))
+        first = int32(cuda.blockIdx.x)  # of team 0: all teams turn together, for the barrier
+        row = int32(first + cuda.gridDim.x * team * rows_of_turn(inp))
+        fetch_rows(x_words, inp, row, N, LANES, C)
+        fetch_rows(d_words, dout, row, N, LANES, C)
+        if ACCUMULATE:
+            fetch_rows(g_words, dinp, row, N, LANES, C)
+        fetch_statistics(next_m, next_s, mean, rstd, row, N, inp)
+
+        for i in range(COLUMNS):
+            w[i] = float32(0)
             dweight[i] = float32(0)
             dbias[i] = float32(0)
+            dresidual[i] = float32(0)
+        for n in range(COLUMNS // width(inp)):
+            c = first_column(n, inp, LANES)
+            if c < C:
+                load(part, weight, c)
+                for k in range(width(inp)):
+                    w[n * width(inp) + k] = part[k]
 
-        for c in range(cuda.threadIdx.x * width(inp), C, cuda.blockDim.x * width(inp)):
-            load(w, weight, c)
-            for k in range(width(inp)):
-                weights[c + k] = w[k]
-        if sums == 3:
-            for c in range(cuda.threadIdx.x, SHARED, cuda.blockDim.x):
-                shared[c] = float32(0)
-        cuda.syncthreads()
-
-        team = cuda.threadIdx.x // LANES
-        first = int32(cuda.blockIdx.x)  # the row of team 0, by which the whole block turns
-        lag = int32(cuda.gridDim.x * team)
-        if TEAM_WARPS == 1:  # no barrier in the loop: each warp turns by itself
-            first = int32(first + lag)
-            lag = int32(0)
         slot = int32(0)
         while first < N:
-            row = int32(first + lag)
-            start = int64(row) * C
-            m = float32(0)
-            s = float32(0)
-            sum_dnorm = float32(0)
-            sum_dnorm_norm = float32(0)
-            if row < N:
-                m = mean[row]
-                s = rstd[row]
-                load_row(x, w, inp, start, LANES, C)
-                load_row(d, w, dout, start, LANES, C)
-                if ACCUMULATE:
-                    load_row(g, w, dinp, start, LANES, C)
-                else:
-                    for i in range(registers_of_row(inp, C, LANES)):
-                        g[i] = float32(0)
-                for n in range(vectors_per_lane(inp, C, LANES)):
-                    c = (n * LANES + lane_of(LANES)) * width(inp)
-                    if c < C:
-                        load_part(w, part, weights, c, width(inp))
-                        for k in range(width(inp)):
-                            i = n * width(inp) + k
-                            x[i] = (x[i] - m) * s
-                            dweight[i] += d[i] * x[i]
-                            dbias[i] += d[i]
-                            d[i] *= w[k]
-                            sum_dnorm += d[i]
-                            sum_dnorm_norm += d[i] * x[i]
-            sum_dnorm = warp_sum(sum_dnorm)
-            sum_dnorm_norm = warp_sum(sum_dnorm_norm)
-            if TEAM_WARPS > 1:
-                # Rows take turns in two slots, so that one barrier is enough: who writes to a slot
-                # has passed the barrier of the other, and all have read the first before that.
-                if lane_of(WARP_SIZE) == 0:
-                    exchange[slot + 2 * (cuda.threadIdx.x // WARP_SIZE)] = sum_dnorm
-                    exchange[slot + 2 * (cuda.threadIdx.x // WARP_SIZE) + 1] = sum_dnorm_norm
-                cuda.syncthreads()
-                sum_dnorm = float32(0)
-                sum_dnorm_norm = float32(0)
-                for warp in range(team * TEAM_WARPS, (team + 1) * TEAM_WARPS):
-                    sum_dnorm += exchange[slot + 2 * warp]
-                    sum_dnorm_norm += exchange[slot + 2 * warp + 1]
-                slot = int32(2 * MAX_WARPS - slot)
-            if row < N:
-                mean_dnorm = sum_dnorm / float32(C)
-                mean_dnorm_norm = sum_dnorm_norm / float32(C)
-                for n in range(vectors_per_lane(inp, C, LANES)):
-                    c = (n * LANES + lane_of(LANES)) * width(inp)
-                    for k in range(width(inp)):
-                        i = n * width(inp) + k
-                        w[k] = g[i] + s * (d[i] - mean_dnorm - x[i] * mean_dnorm_norm)
-                    if c < C:
-                        store(dinp, start + c, w)
-                        if sums == 3:
-                            add_part(shared, team * C + c, w, part, width(inp))
-            first = int32(first + cuda.gridDim.x * TEAMS)
+            unpack_rows(x, x_words, inp)
+            unpack_rows(d, d_words, dout)
+            if ACCUMULATE:
+                unpack_rows(g, g_words, dinp)
+            else:
+                for i in range(VALUES):
+                    g[i] = float32(0)
+            for r in range(rows_of_turn(inp)):
+                m[r] = next_m[r]
+                s[r] = next_s[r]
+            after = int32(row + turn_rows)
+            fetch_rows(x_words, inp, after, N, LANES, C)
+            fetch_rows(d_words, dout, after, N, LANES, C)
+            if ACCUMULATE:
+                fetch_rows(g_words, dinp, after, N, LANES, C)
+            fetch_statistics(next_m, next_s, mean, rstd, after, N, inp)
 
-        mine = int64(cuda.blockIdx.x) * sums * C
-        if sums == 3:
-            store_sum(partials, mine + 2 * C, shared, TEAMS, LANES, C)
-        keep_row(shared, team * C, dweight, w, inp, LANES, C)
-        store_sum(partials, mine, shared, TEAMS, LANES, C)
-        keep_row(shared, team * C, dbias, w, inp, LANES, C)
-        store_sum(partials, mine + C, shared, TEAMS, LANES, C)
+            for k in range(SUMS):
+                row_sums[k] = float32(0)
+            for r in range(rows_of_turn(inp)):
+                for i in range(COLUMNS):
+                    j = r * COLUMNS + i
+                    x[j] = (x[j] - m[r]) * s[r]
+                    dweight[i] += d[j] * x[j]
+                    dbias[i] += d[j]
+                    d[j] *= w[i]
+                    row_sums[2 * r] += d[j]
+                    row_sums[2 * r + 1] += d[j] * x[j]
+            for k in range(2 * rows_of_turn(inp)):
+                row_sums[k] = warp_sum(row_sums[k])
+            if cuda.threadIdx.x % WARP_SIZE == 0:
+                store(shared, slot + SUMS * (thread // WARP_SIZE), row_sums)
+            cuda.syncthreads()
+            for k in range(SUMS):
+                row_sums[k] = float32(0)
+            # TEAM_WARPS in a form unknown to the compiler, which would otherwise load all the
+            # warps' sums at once, into registers that are not there.
+            for warp in range(cuda.blockDim.x // WARP_SIZE):
+                load(part, shared, slot + SUMS * (team * TEAM_WARPS + warp))
+                for k in range(SUMS):
+                    row_sums[k] += part[k]
+            # Turns alternate between two slots, so that one barrier is enough: who writes to a slot
+            # has passed the barrier of the other, and all have read the first before that.
+            slot = int32(SLOT - slot)
+
+            for v in range(VECTORS):
+                r = v * width(inp) // COLUMNS
+                n = v % (COLUMNS // width(inp))
+                c = first_column(n, inp, LANES)
+                own = int32(row + r * cuda.gridDim.x)
+                mean_dnorm = row_sums[2 * r] / float32(C)
+                mean_dnorm_norm = row_sums[2 * r + 1] / float32(C)
+                for k in range(width(inp)):
+                    j = v * width(inp) + k
+                    part[k] = g[j] + s[r] * (d[j] - mean_dnorm - x[j] * mean_dnorm_norm)
+                if own < N and c < C:
+                    for k in range(width(inp)):
+                        dresidual[n * width(inp) + k] += part[k]
+                    store(dinp, int64(own) * C + c, part)
+            first = int32(first + turn_rows)
+            row = after
+
+        cuda.syncthreads()
+        start = team * 3 * C
+        keep_columns(shared, start, dweight, part, inp, LANES, C)
+        keep_columns(shared, start + C, dbias, part, inp, LANES, C)
+        keep_columns(shared, start + 2 * C, dresidual, part, inp, LANES, C)
+        cuda.syncthreads()
+        for c in range(4 * thread, sums * C, 4 * TEAMS * LANES):
+            for k in range(4):
+                w[k] = float32(0)
+            for t in range(TEAMS):
+                load(part, shared, t * 3 * C + c)
+                for k in range(4):
+                    w[k] += part[k]
+            store(partials, int64(cuda.blockIdx.x) * sums * C + c, w)
 
     layernorm_backward_kernel.__name__ += f"_{C}" if accumulate else f"_{C}_overwrite"
     return layernorm_backward_kernel
@@ -255,44 +306,56 @@ def layernorm_sum_partials_kernel(dweight, dbias, dresidual_sum, partials, block
     """dweight += Σ partials[:, 0], dbias += Σ partials[:, 1] and, where sums is 3,
     dresidual_sum += Σ partials[:, 2], partials being (blocks, sums, C).
 
-    A block takes 32 of the columns, a lane one of them, and warp w the rows w, w + warps, …; the
-    warps' sums meet in shared memory and are added in the order of the warps. So the order of all
-    additions is fixed, and a rerun gives the same bits. Moves 4 sums C (blocks + 2) bytes.
+    A block takes 32 of the columns. Eight lanes hold four of them each, so that a warp reads four
+    rows at once, and a block 32. Shuffles add up a warp's four rows, and the sums of the warps meet
+    in shared memory, to be added in the order of the warps. So the order of all additions is fixed,
+    and a rerun gives the same bits. Moves 4 sums C (blocks + 2) bytes.
     """
-    shared = cuda.shared.array(SUM_THREADS, float32)
+    shared = cuda.shared.array(SUM_THREADS, float32, 16)
+    part = cuda.local.array(MAX_WIDTH, float32)
+    total = cuda.local.array(4, float32)
     lane = cuda.threadIdx.x % WARP_SIZE
     warp = cuda.threadIdx.x // WARP_SIZE
-    warps = cuda.blockDim.x // WARP_SIZE
     columns = sums * C
-    column = cuda.blockIdx.x * WARP_SIZE + lane
-    total = float32(0)
+    # The column that a lane of warp 0 writes, and its gradient so far: on its way meanwhile.
+    own = cuda.blockIdx.x * WARP_SIZE + lane
     before = float32(0)
+    if warp == 0 and own < columns:
+        if own < C:
+            before = dweight[own]
+        elif own < 2 * C:
+            before = dbias[own - C]
+        else:
+            before = dresidual_sum[own - 2 * C]
+    for k in range(4):
+        total[k] = float32(0)
+    column = cuda.blockIdx.x * WARP_SIZE + lane % SUM_LANES * 4
+    row = int32(cuda.threadIdx.x // SUM_LANES)
     if column < columns:
-        if warp == 0:  # the gradient so far, on its way while the partial sums are
-            if column < C:
-                before = dweight[column]
-            elif column < 2 * C:
-                before = dbias[column - C]
-            else:
-                before = dresidual_sum[column - 2 * C]
-        row = int32(warp)
         while row < blocks:
             for _ in range(SUM_ROWS):
                 share = float32(1) if row < blocks else float32(0)
-                total += share * partials[int64(min(row, blocks - 1)) * columns + column]
-                row = int32(row + warps)
-    shared[cuda.threadIdx.x] = total
+                load(part, partials, int64(min(row, blocks - 1)) * columns + column)
+                for k in range(4):
+                    total[k] += share * part[k]
+                row = int32(row + SUM_THREADS // SUM_LANES)
+    for k in range(4):
+        total[k] += cuda.shfl_xor_sync(FULL_MASK, total[k], SUM_LANES)
+        total[k] += cuda.shfl_xor_sync(FULL_MASK, total[k], 2 * SUM_LANES)
+    if lane < SUM_LANES:
+        store(shared, warp * WARP_SIZE + lane * 4, total)
     cuda.syncthreads()
-    if warp == 0 and column < columns:
-        total = float32(0)
-        for w in range(warps):
-            total += shared[w * WARP_SIZE + lane]
-        if column < C:
-            dweight[column] = before + total
-        elif column < 2 * C:
-            dbias[column - C] = before + total
+    if warp == 0 and own < columns:
+        after = float32(0)
+        for w in range(SUM_THREADS // WARP_SIZE):
+            after += shared[w * WARP_SIZE + lane]
+        after += before
+        if own < C:
+            dweight[own] = after
+        elif own < 2 * C:
+            dbias[own - C] = after
         else:
-            dresidual_sum[column - 2 * C] = before + total
+            dresidual_sum[own - 2 * C] = after
 
 
 for channels in GPT2_CHANNELS:
@@ -301,8 +364,8 @@ for channels in GPT2_CHANNELS:
 
 def _blocks(N: int, C: int) -> int:
     """Blocks of the backward kernel: as many as run at once, if there are rows for all teams."""
-    _, teams, per_multiprocessor = backward_shape(C)
-    return min(MULTIPROCESSORS * per_multiprocessor, ceil_div(N, teams))
+    _, teams = backward_shape(C)
+    return min(MULTIPROCESSORS, ceil_div(N, teams))
 
 
 def layernorm_backward_scratch(N: int, C: int) -> int:
@@ -337,13 +400,11 @@ def layernorm_backward(
     """
     C = inp.shape[-1]
     N = inp.size // C
-    team, teams, _ = backward_shape(C)
     blocks = _blocks(N, C)
     sums = 2 if dresidual_sum is None else 3
-    backward_kernel(C, accumulate)[blocks, teams * team * WARP_SIZE](
+    backward_kernel(C, accumulate)[blocks, backward_shape(C)](
         dinp, scratch, dout, inp, weight, mean, rstd, N, sums
     )
-    warps = min(SUM_WARPS, blocks)
-    layernorm_sum_partials_kernel[ceil_div(sums * C, WARP_SIZE), warps * WARP_SIZE](
+    layernorm_sum_partials_kernel[ceil_div(sums * C, WARP_SIZE), SUM_THREADS](
         dweight, dbias, dbias if sums == 2 else dresidual_sum, scratch, blocks, sums, C
     )

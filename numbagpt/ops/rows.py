@@ -1,9 +1,9 @@
-"""A row of channels in the registers of a warp, or of a few warps.
+"""A row of channels in the registers of a warp.
 
-A row of C values is cut into vectors of 16 bytes. Of these, lane l of `lanes` holds the numbers
-l, l + lanes, l + 2 lanes, … in a local array:
+A row of C values is cut into vectors of 16 bytes. Of these, lane l holds the numbers l, l + 32,
+l + 64, … in a local array:
 
-    x[n width + k]  is value  (n lanes + l) width + k  of the row
+    x[n width + k]  is value  (32 n + l) width + k  of the row
 
 So the lanes' n-th loads together are one run of memory, and a row is read once, however often its
 values are used. Registers have no addresses: how many vectors a lane holds must be known when the
@@ -34,39 +34,39 @@ def check_channels(C: int) -> None:
         )
 
 
-def values_per_lane(C: int, lanes: int = WARP_SIZE) -> int:
+def values_per_lane(C: int) -> int:
     """Size of the local array for a row of C values, enough for either storage type."""
-    return ceil_div(C, lanes * MAX_WIDTH) * MAX_WIDTH
+    return ceil_div(C, WARP_SIZE * MAX_WIDTH) * MAX_WIDTH
 
 
 @device_function
-def lane_of(lanes):
-    """This thread's number among its `lanes`, a power of two.
+def lane_of_warp():
+    """This thread's number in its warp.
 
     With a mask, not a remainder: the compiler then knows its range, and drops the tests against C
     where no vector can lie beyond the row.
     """
-    return cuda.threadIdx.x & (lanes - 1)
+    return cuda.threadIdx.x & (WARP_SIZE - 1)
 
 
 @device_function
-def vectors_per_lane(arr, C, lanes):
+def vectors_per_lane(arr, C):
     """Vectors of each lane, a constant of the kernel; the last may lie beyond the row."""
-    step = lanes * width(arr)
+    step = WARP_SIZE * width(arr)
     return (C + step - 1) // step
 
 
 @device_function
-def registers_of_row(arr, C, lanes):
+def registers_of_row(arr, C):
     """Values of each lane, as many as its vectors hold."""
-    return vectors_per_lane(arr, C, lanes) * width(arr)
+    return vectors_per_lane(arr, C) * width(arr)
 
 
 @device_function
-def load_row(x, part, arr, start, lanes, C):
+def load_row(x, part, arr, start, C):
     """x = this lane's values of arr[start : start + C], zeros beyond; part: MAX_WIDTH registers."""
-    for n in range(vectors_per_lane(arr, C, lanes)):
-        c = (n * lanes + lane_of(lanes)) * width(arr)
+    for n in range(vectors_per_lane(arr, C)):
+        c = (n * WARP_SIZE + lane_of_warp()) * width(arr)
         if c < C:
             load(part, arr, start + c)
             for k in range(width(arr)):
@@ -77,45 +77,11 @@ def load_row(x, part, arr, start, lanes, C):
 
 
 @device_function
-def store_row(arr, start, x, part, lanes, C):
+def store_row(arr, start, x, part, C):
     """arr[start : start + C] = the lanes' values x; part: MAX_WIDTH registers."""
-    for n in range(vectors_per_lane(arr, C, lanes)):
-        c = (n * lanes + lane_of(lanes)) * width(arr)
+    for n in range(vectors_per_lane(arr, C)):
+        c = (n * WARP_SIZE + lane_of_warp()) * width(arr)
         if c < C:
             for k in range(width(arr)):
                 part[k] = x[n * width(arr) + k]
             store(arr, start + c, part)
-
-
-# ---- rows in shared memory, always float32 -------------------------------------------------------
-
-
-@device_function
-def load_part(x, part, arr, start, count):
-    """x[:count] = arr[start : start + count], 16 bytes at a time; part: MAX_WIDTH registers."""
-    for v in range(0, count, width(arr)):
-        load(part, arr, start + v)
-        for k in range(width(arr)):
-            x[v + k] = part[k]
-
-
-@device_function
-def add_part(arr, start, x, part, count):
-    """arr[start : start + count] += x[:count], likewise; for one thread's own elements."""
-    for v in range(0, count, width(arr)):
-        load(part, arr, start + v)
-        for k in range(width(arr)):
-            part[k] += x[v + k]
-        store(arr, start + v, part)
-
-
-@device_function
-def keep_row(shared, start, x, part, arr, lanes, C):
-    """shared[start : start + C] = the lanes' values x, which lie as load_row lays those of arr."""
-    for n in range(vectors_per_lane(arr, C, lanes)):
-        c = (n * lanes + lane_of(lanes)) * width(arr)
-        if c < C:
-            for v in range(0, width(arr), width(shared)):
-                for k in range(width(shared)):
-                    part[k] = x[n * width(arr) + v + k]
-                store(shared, start + c + v, part)

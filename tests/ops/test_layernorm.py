@@ -64,7 +64,9 @@ def run_forward(place: Place, a: dict[str, np.ndarray]) -> dict[str, np.ndarray]
 
 
 def run_backward(place: Place, a: dict[str, np.ndarray], **keywords) -> dict[str, np.ndarray]:
-    stats = {name: value.astype(np.float32) for name, value in expected_forward(a).items()}
+    """The gradients, as a stores them: float32 or bf16 bits."""
+    values = {k: bf16_to_float32(v) if v.dtype == np.uint16 else v for k, v in a.items()}
+    stats = {name: value.astype(np.float32) for name, value in expected_forward(values).items()}
     result = {name: a[name].copy() for name in BACKWARD}
     C = a["inp"].shape[-1]
     scratch = poisoned(layernorm_backward_scratch(a["inp"].size // C, C))
@@ -107,7 +109,7 @@ def test_backward_adds_the_gradients(place: Place, shape: tuple) -> None:
         assert relative_error(result[name], expected[name]) <= 1e-5, name
 
 
-@pytest.mark.parametrize(("N", "C"), [(48, 36), (7, 1028)])  # teams of one warp, and of two
+@pytest.mark.parametrize(("N", "C"), [(48, 36), (13, 520), (3, 4096)])  # teams of 1, 3, 16 warps
 def test_backward_with_several_rows_for_each_team(
     place: Place, monkeypatch: pytest.MonkeyPatch, N: int, C: int
 ) -> None:
@@ -116,6 +118,23 @@ def test_backward_with_several_rows_for_each_team(
     result, expected = run_backward(place, a), expected_backward(a)
     for name in BACKWARD:
         assert relative_error(result[name], expected[name]) <= 1e-5, name
+
+
+@pytest.mark.parametrize(("N", "C"), [(37, 72), (13, 520)])
+def test_backward_with_several_rows_for_each_team_in_bf16(
+    place: Place, monkeypatch: pytest.MonkeyPatch, N: int, C: int
+) -> None:
+    monkeypatch.setattr(backward_module, "MULTIPROCESSORS", 1)
+    a = random_inputs((N, C))
+    half = {k: float32_to_bf16(a[k]) for k in ("inp", "weight", "dout", "dinp")}
+    a |= {name: bf16_to_float32(bits) for name, bits in half.items()}
+    total = np.zeros(C, np.float32)
+    result, expected = run_backward(place, a | half, dresidual_sum=total), expected_backward(a)
+    # bf16 has 8 significant bits: rounding errs by at most 2^-8 of a value.
+    assert relative_error(bf16_to_float32(result["dinp"]), expected["dinp"]) <= 2**-8
+    for name in ("dweight", "dbias"):
+        assert relative_error(result[name], expected[name]) <= 1e-5, name
+    assert relative_error(total, expected["dinp"].sum(axis=0)) <= 1e-5
 
 
 @pytest.mark.parametrize("shape", [(2, 37, 36), (1, 3, 1600)])
