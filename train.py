@@ -254,12 +254,10 @@ class Run:
 
     def validate(self, step: int) -> None:
         """Print the mean loss over the first batches of the validation data, always the same."""
-        from numbagpt.state import pack_batch
-
         loader = self.val_loader
         loader.reset()
         count = min(self.options.val_max_steps, loader.num_batches)
-        loss = self.trainer.evaluate(pack_batch(*loader.next_batch()) for _ in range(count))
+        loss = self.trainer.evaluate(self.trainer.pack(*loader.next_batch()) for _ in range(count))
         self.progress.check_finite("validation loss", loss)
         print(f"validation loss after step {step}: {loss:.4f}")
 
@@ -302,7 +300,7 @@ def main(argv: list[str] | None = None) -> int:
         from numbagpt.gpu import profile
         from numbagpt.loader import Prefetcher, TokenLoader
         from numbagpt.memory import num_parameters
-        from numbagpt.state import pack_batch, plan_model
+        from numbagpt.state import plan_model
         from numbagpt.training import Trainer
 
         if options.nvtx:
@@ -325,7 +323,7 @@ def main(argv: list[str] | None = None) -> int:
             metrics.flops_per_token(num_parameters(config), config.num_layers, config.channels, T),
             metrics.peak_flops(processor, o.precision),
         )
-        with Prefetcher(loader, pack_batch) as batches:
+        with Prefetcher(loader, trainer.pack) as batches:
             status = Run(trainer, batches, val_loader, progress, o).train()
     if status == 0:
         path = shlex.quote(str(progress.last_checkpoint))

@@ -89,10 +89,13 @@ class HostDevice:
         """Copy host memory into a buffer of the device."""
         target[...] = source
 
-    def download(self, target: np.ndarray, source: np.ndarray) -> Callable[[], None]:
-        """Copy a buffer of the device into host memory; returns a function that waits for it."""
+    def download(self, target: np.ndarray, source: np.ndarray) -> None:
+        """Copy a buffer of the device into host memory."""
         target[...] = source
-        return lambda: None
+
+    def marker(self) -> tuple[Callable[[], None], Callable[[], None]]:
+        """Two functions: one marks what was done so far, the other waits for what was marked."""
+        return (lambda: None), (lambda: None)
 
     def replayable(self, enqueue: Callable[[], None]) -> Callable[[], None]:
         """A function that does what `enqueue` does, cheaper from the third call on where it can."""
@@ -184,29 +187,30 @@ class CudaDevice:
 
         from numbagpt.gpu import stream
 
-        pointer = target.__cuda_array_interface__["data"][0]
+        pointer = target.device_ctypes_pointer.value
         _check(
             driver.cuMemcpyHtoDAsync(pointer, source.ctypes.data, source.nbytes, stream.handle())
         )
 
-    def download(self, target: np.ndarray, source: object) -> Callable[[], None]:
-        """Queue a copy into a staging buffer; returns a function that waits for it."""
+    def download(self, target: np.ndarray, source: object) -> None:
+        """Queue a copy into a staging buffer."""
         from cuda.bindings import driver
 
         from numbagpt.gpu import stream
 
-        pointer = source.__cuda_array_interface__["data"][0]
+        pointer = source.device_ctypes_pointer.value
         _check(
             driver.cuMemcpyDtoHAsync(target.ctypes.data, pointer, target.nbytes, stream.handle())
         )
-        (event,) = _check(driver.cuEventCreate(driver.CUevent_flags.CU_EVENT_DISABLE_TIMING))
-        _check(driver.cuEventRecord(event, stream.handle()))
 
-        def wait() -> None:
-            _check(driver.cuEventSynchronize(event))
-            _check(driver.cuEventDestroy(event))
+    def marker(self) -> tuple[Callable[[], None], Callable[[], None]]:
+        """Two functions: one marks the end of the queue, the other waits for what was marked."""
+        from numba import cuda
 
-        return wait
+        from numbagpt.gpu import stream
+
+        event = cuda.event(timing=False)
+        return (lambda: event.record(stream.current())), event.synchronize
 
     def replayable(self, enqueue: Callable[[], None]) -> Callable[[], None]:
         """Run `enqueue` the first time, which compiles its kernels; then replay it as a CUDA graph.

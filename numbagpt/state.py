@@ -167,11 +167,11 @@ class ModelState:
         """int32 elements of one packed batch (see pack_batch)."""
         return 4 * self.B * self.T + 1
 
-    def set_batch(self, staging: np.ndarray) -> None:
-        """Queue the copy of a batch that pack_batch laid out in a staging buffer."""
+    def set_batch(self, batch: np.ndarray) -> None:
+        """Queue the copy of a batch that pack_batch laid out; it must not change until then."""
         if self.inputs.shape != (self.B, self.T):
             self._select(self.B, self.T)
-        self.device.upload(self._batch, staging)
+        self.device.upload(self._batch, batch)
 
     def load_parameters(self, parameters: dict[str, np.ndarray]) -> None:
         """Copy the 16 tensors, shaped as parameter_shapes says, into the model as float32."""
@@ -203,11 +203,16 @@ class ModelState:
         self.device.clear(self.mean_loss)
 
 
-def pack_batch(inputs: np.ndarray, targets: np.ndarray) -> np.ndarray:
+def pack_batch(
+    inputs: np.ndarray, targets: np.ndarray, out: np.ndarray | None = None
+) -> np.ndarray:
     """Lay out a batch as GPT2.set_batch wants it: inputs, targets and the runs of equal tokens.
 
-    inputs, targets: (B, T) int32. Returns 4 B T + 1 int32. Sorting the tokens takes the host about
-    a millisecond for large batches, so it is done where the batches are read.
+    inputs, targets: (B, T) int32. Returns 4 B T + 1 int32, in `out` where it is given. Sorting the
+    tokens takes the host about a millisecond for large batches, so it is done where the batches
+    are read.
     """
     order, starts = token_runs(inputs)
-    return np.concatenate([inputs.reshape(-1), targets.reshape(-1), order, starts], dtype=np.int32)
+    if out is None:
+        out = np.empty(4 * inputs.size + 1, np.int32)
+    return np.concatenate([inputs.reshape(-1), targets.reshape(-1), order, starts], out=out)

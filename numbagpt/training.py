@@ -2,8 +2,13 @@
 
 The host only queues work. Batches and the learning rate travel to the device through staging
 buffers, loss and gradient norm travel back the same way, and nobody waits: the result of a step is
-read while the next one runs. From the second step on everything between is a replayed CUDA graph,
-which works because all that changes from step to step lies in device memory.
+read while the next one runs. Two steps are in flight then, so there are two slots of staging
+buffers, and no buffer is written to before the result of the step that reads it is known.
+
+After the first steps both parts, gradients and update, are replayed CUDA graphs. That works because
+all that changes from step to step lies in device memory, or in the slot, between which and the
+device the update's graph copies. So a step of one batch costs the host four calls: copy the batch,
+launch the two graphs, mark the end.
 """
 
 from collections import deque
@@ -13,9 +18,12 @@ from functools import partial
 
 import numpy as np
 
+from numbagpt.device import Device
 from numbagpt.gpt2 import GPT2
 from numbagpt.gpu.profile import annotate
 from numbagpt.ops.global_norm import global_norm_partials
+from numbagpt.pool import BufferPool
+from numbagpt.state import pack_batch
 
 
 @dataclass(frozen=True)
@@ -27,14 +35,14 @@ class StepResult:
 
 
 class _Slot:
-    """Staging buffers of one step in flight."""
+    """What one step in flight reads from and writes to in the host's memory."""
 
-    def __init__(self, model: GPT2, accumulation_steps: int) -> None:
-        staging = model.device.staging
-        self.batches = [staging(model.batch_elements, np.int32) for _ in range(accumulation_steps)]
-        self.hyper = staging(3, np.float32)
-        self.stats = staging(2, np.float32)
-        self.wait: Callable[[], None] = lambda: None
+    def __init__(self, device: Device, update: Callable[["_Slot"], None]) -> None:
+        self.batches: list[np.ndarray] = []
+        self.hyper = device.staging(3, np.float32)
+        self.stats = device.staging(2, np.float32)
+        self.update = device.replayable(partial(update, self))
+        self.mark_end, self.wait = device.marker()
 
 
 class Trainer:
@@ -70,8 +78,9 @@ class Trainer:
         self._grad_scale = device.zeros(1)
         self._gradients = model.grads.memory.view(device.real)
         self._partials = device.zeros(global_norm_partials(self._gradients.size))
+        self._pool = BufferPool(lambda: device.staging(model.batch_elements, np.int32))
         # two steps in flight: the device works on one while the host fills the other
-        self._slots = [_Slot(model, accumulation_steps) for _ in range(2)]
+        self._slots = [_Slot(device, self._enqueue_update) for _ in range(2)]
         self._pending: deque[_Slot] = deque()
         model.mean_loss = self._stats[:1]
         # the first batch of a step writes gradients and loss, the others add to them
@@ -79,7 +88,6 @@ class Trainer:
             device.replayable(partial(self._enqueue_micro_step, accumulate))
             for accumulate in (False, True)
         ]
-        self._update = device.replayable(self._enqueue_update)
         self._validate = device.replayable(partial(model.forward, with_gradient=False))
 
     def _enqueue_micro_step(self, accumulate: bool) -> None:
@@ -88,32 +96,40 @@ class Trainer:
         with annotate("backward"):
             self.model.backward(accumulate)
 
-    def _enqueue_update(self) -> None:
+    def _enqueue_update(self, slot: _Slot) -> None:
+        model, device = self.model, self.model.device
         with annotate("update"):
-            self.model.ops.global_norm(
+            device.upload(self._hyper, slot.hyper)
+            model.ops.global_norm(
                 self._stats[1:], self._grad_scale, self._gradients, self._partials, self._grad_clip
             )
-            self.model.update(self._hyper, self._grad_scale, *self._constants)
+            model.update(self._hyper, self._grad_scale, *self._constants)
+            device.download(slot.stats, self._stats)
+
+    def pack(self, inputs: np.ndarray, targets: np.ndarray) -> np.ndarray:
+        """A batch for `step` and `evaluate` (see state.pack_batch), in a buffer of the pool.
+
+        Any thread may call it. The buffer is used again when nobody refers to the batch any more.
+        """
+        return pack_batch(inputs, targets, self._pool.take())
 
     def step(self, batches: Iterable[np.ndarray], learning_rate: float) -> None:
-        """Queue one optimizer step on accumulation_steps packed batches (see state.pack_batch)."""
-        model, device = self.model, self.model.device
+        """Queue one optimizer step on accumulation_steps packed batches."""
         if len(self._pending) == len(self._slots):
             raise RuntimeError("two steps are in flight: read() a result before the next step")
         slot = self._slots[self.steps % len(self._slots)]
         self.steps += 1
-        for i, (staging, batch) in enumerate(zip(slot.batches, batches, strict=True)):
-            staging[:] = batch
-            model.set_batch(staging)
+        for i, batch in zip(range(self._accumulation_steps), batches, strict=True):
+            slot.batches.append(batch)  # keeps the buffer from the pool until it was copied
+            self.model.set_batch(batch)
             self._micro_steps[i > 0]()
         slot.hyper[:] = (
             learning_rate,
             1.0 - self.beta1**self.steps,
             1.0 - self.beta2**self.steps,
         )
-        device.upload(self._hyper, slot.hyper)
-        self._update()
-        slot.wait = device.download(slot.stats, self._stats)
+        slot.update()
+        slot.mark_end()
         self._pending.append(slot)
 
     def read(self, in_flight: int = 0) -> Iterator[StepResult]:
@@ -121,19 +137,19 @@ class Trainer:
         while len(self._pending) > in_flight:
             slot = self._pending.popleft()
             slot.wait()
+            slot.batches.clear()
             loss, grad_norm = map(float, slot.stats)
             yield StepResult(loss, grad_norm)
 
     def evaluate(self, batches: Iterable[np.ndarray]) -> float:
         """Mean loss over packed batches; changes neither parameters nor gradients."""
         model, device = self.model, self.model.device
-        count = 0
+        count, batch = 0, None
         device.clear(model.mean_loss)
-        staging = self._slots[0].batches[0]
-        for batch in batches:
-            device.synchronize()  # the staging buffer is free once the last copy is done
-            staging[:] = batch
-            model.set_batch(staging)
+        for following in batches:  # made while the device works on the batch before
+            device.synchronize()
+            batch = following  # and only now the one before, which was copied, may go
+            model.set_batch(batch)
             self._validate()
             count += 1
         return float(device.to_host(model.mean_loss)[0]) / count

@@ -5,8 +5,11 @@ import pytest
 from device_fixtures import on_device
 from models import TINY, loss_and_gradients, make_model, packed_batches
 
-from numbagpt.device import HostDevice
+from numbagpt.device import HostDevice, select_device
 from numbagpt.gpt2 import GPT2
+from numbagpt.loader import Prefetcher, TokenLoader
+from numbagpt.shards import write_shard
+from numbagpt.state import pack_batch
 from numbagpt.tensors import DECAYED
 from numbagpt.training import StepResult, Trainer
 
@@ -99,8 +102,6 @@ def test_accumulating_equals_one_large_batch(device) -> None:
 
 
 def _packed(inputs: np.ndarray, targets: np.ndarray) -> np.ndarray:
-    from numbagpt.state import pack_batch
-
     return pack_batch(inputs.reshape(B, T), targets.reshape(B, T))
 
 
@@ -136,3 +137,80 @@ def test_a_third_step_in_flight_is_refused() -> None:
     trainer.step(batches, 1e-3)
     with pytest.raises(RuntimeError, match="two steps are in flight"):
         trainer.step(batches, 1e-3)
+
+
+def loader_of_random_tokens(folder) -> TokenLoader:
+    path = folder / "tokens.bin"
+    if not path.exists():
+        write_shard(path, np.random.default_rng(3).integers(0, TINY.vocab_size, 7 * B * T + 5))
+    return TokenLoader(str(path), B, T, TINY.vocab_size)
+
+
+def train_from_a_thread(trainer: Trainer, folder, steps: int, accumulation: int) -> list:
+    """Results of steps whose batches a thread packs ahead, with a validation between them."""
+    results = []
+    with Prefetcher(loader_of_random_tokens(folder), trainer.pack) as prefetcher:
+        for step in range(steps):
+            if step == steps // 2:
+                results += trainer.read()
+                loader = loader_of_random_tokens(folder)
+                results.append(
+                    trainer.evaluate(trainer.pack(*loader.next_batch()) for _ in range(3))
+                )
+            trainer.step((prefetcher.next_batch() for _ in range(accumulation)), 1e-3)
+            results += trainer.read(in_flight=1)
+    return results + list(trainer.read())
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("place", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_buffers_used_again_change_no_bit(tmp_path, place: str, accumulation: int) -> None:
+    steps = 6
+    trainers = [
+        Trainer(make_model(TINY, B, T, select_device(place)[0]), accumulation) for _ in range(2)
+    ]
+    trainers[1].pack = pack_batch  # new arrays
+    pooled, fresh = (train_from_a_thread(t, tmp_path, steps, accumulation) for t in trainers)
+    assert pooled == fresh
+    assert len(pooled) == steps + 1
+
+
+class LateDevice(HostDevice):
+    """Looks again at where batches were uploaded from, when a GPU may only just have read them."""
+
+    def __init__(self) -> None:
+        super().__init__("cpu")
+        self.uploads: list[tuple[np.ndarray, np.ndarray]] = []
+        self.done = 0
+
+    def upload(self, target: np.ndarray, source: np.ndarray) -> None:
+        super().upload(target, source)
+        if target.dtype == np.int32:
+            # a view refers to the memory, not to the array, and so hides nothing from the pool
+            self.uploads.append((source.view(), source.copy()))
+
+    def marker(self):
+        marked = []
+        return (lambda: marked.append(len(self.uploads))), (lambda: self.finish(marked.pop()))
+
+    def synchronize(self) -> None:
+        self.finish(len(self.uploads))
+
+    def to_host(self, array: np.ndarray) -> np.ndarray:
+        self.synchronize()
+        return super().to_host(array)
+
+    def finish(self, count: int) -> None:
+        """Everything up to the upload of this number is done."""
+        for buffer, uploaded in self.uploads[self.done : count]:
+            np.testing.assert_array_equal(buffer, uploaded)
+        self.done = max(self.done, count)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_no_buffer_is_used_again_before_it_was_copied(tmp_path, accumulation: int) -> None:
+    device, steps = LateDevice(), 12
+    trainer = Trainer(make_model(TINY, B, T, device), accumulation)
+    train_from_a_thread(trainer, tmp_path, steps, accumulation)
+    assert device.done == len(device.uploads) == steps * accumulation + 3
+    assert len({buffer.ctypes.data for buffer, _ in device.uploads}) <= 2 * accumulation + 6

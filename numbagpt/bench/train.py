@@ -13,7 +13,6 @@ from numbagpt.gpt2 import GPT2
 from numbagpt.gpu.runtime import gpu_info
 from numbagpt.init import random_parameters
 from numbagpt.memory import MIB, num_parameters
-from numbagpt.state import pack_batch
 from numbagpt.training import Trainer
 
 
@@ -31,7 +30,7 @@ def step_seconds(
     trainer = Trainer(model, weight_decay=0.1)
     rng = np.random.default_rng(1)
     inputs, targets = rng.integers(0, config.vocab_size, (2, B, T), dtype=np.int32)
-    batch = pack_batch(inputs, targets)
+    batch = trainer.pack(inputs, targets)
     host_times = []
 
     def step() -> None:

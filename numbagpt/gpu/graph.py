@@ -4,9 +4,9 @@ Launching a Numba kernel costs the host about 50 microseconds; a kernel replayed
 costs about 1.2. Capturing runs a Python function with its launches recorded instead of executed:
 the recorded kernels, their arguments and their order are the graph.
 
-What a graph holds is fixed: device pointers, scalar arguments and grid sizes are those of the
-capture. Whatever changes from step to step (learning rate, step count, tokens) has to be read
-from device memory by a kernel.
+What a graph holds is fixed: pointers, scalar arguments and grid sizes are those of the capture.
+Whatever changes from step to step (learning rate, step count, tokens) has to be read from device
+memory by a kernel, where a copy puts it: before the graph, or in it from a fixed host buffer.
 
 Run the function once before capturing it. The first run compiles its kernels, makes its cuBLASLt
 plans and allocates its scratch, and none of that can happen during a capture. Capturing refuses,
@@ -27,8 +27,8 @@ from numbagpt.gpu import stream
 
 _MODE = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 _RULES = (
-    "run the step once before capturing it, and inside it do not allocate, compile, copy to or "
-    "from the host or synchronize"
+    "run the step once before capturing it, and inside it do not allocate, compile, synchronize "
+    "or copy to or from host memory that is not page-locked"
 )
 
 
@@ -57,8 +57,8 @@ class Graph:
 def capture(fn: Callable[[], Any]) -> Graph:
     """Record what `fn()` launches; nothing runs on the GPU until `Graph.launch()`.
 
-    The caller has run fn() once before. Inside fn nothing may allocate, compile, copy to or from
-    the host or synchronize.
+    The caller has run fn() once before. Inside fn nothing may allocate, compile or synchronize, and
+    copies go to and from page-locked host memory, on the current stream.
 
     Raises GraphError saying what could not be captured; a UserError from fn passes through.
     """
