@@ -89,10 +89,15 @@ class GPT2(ModelState):
             ops.matmul_forward(qkv, a.ln1, w.qkvw, w.qkvb)
             ops.attention_forward(a.atty, a.qkvr, a.att, output)
 
-    def _attention_backward(self, dqkv: object, dout: object, a: object) -> None:
-        """Gradient of a.atty → gradient of q, k and v, packed (B, T, 3C)."""
+    def _attention_backward(self, dqkv: object, dqkvb: object, dout: object, a: object) -> None:
+        """Gradient of a.atty → gradient of q, k and v, packed (B, T, 3C).
+
+        Flash attention adds that of their bias to dqkvb, too; else it is left to matmul_backward.
+        """
         if self.attention == "flash":
-            self.ops.flash_attention_backward(dqkv, dout, a.qkvr, a.atty, a.lse, self.dacts.scratch)
+            self.ops.flash_attention_backward(
+                dqkv, dout, a.qkvr, a.atty, a.lse, self.dacts.scratch, dqkvb=dqkvb
+            )
         else:
             # atty and fch have served, their memory holds (B, T, C) and dqkvr
             dqkvr = a.fch.reshape(-1)[: a.qkvr.size].reshape(a.qkvr.shape)
@@ -223,8 +228,9 @@ class GPT2(ModelState):
                     dresidual_sum=g.attprojb,
                 )
                 matmul_backward(dbtc, g.attprojw, None, dresidual, a.atty, w.attprojw)
-                self._attention_backward(dqkv, dbtc, a)
-                matmul_backward(dbtc, g.qkvw, g.qkvb, dqkv, a.ln1, w.qkvw)
+                self._attention_backward(dqkv, g.qkvb, dbtc, a)
+                dqkvb = None if self.attention == "flash" else g.qkvb
+                matmul_backward(dbtc, g.qkvw, dqkvb, dqkv, a.ln1, w.qkvw)
                 layernorm_backward(
                     dresidual,
                     g.ln1w,

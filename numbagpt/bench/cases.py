@@ -189,7 +189,7 @@ def cases(config: GPT2Config, B: int, T: int, storage: type = np.float32) -> Ite
         4 * act,
         flops,
     )
-    scratch = floats(flash_attention_scratch(B, T, NH))
+    scratch = floats(flash_attention_scratch(B, T, C, NH))
     yield case(
         "flash_attention_backward",
         heads,
