@@ -45,22 +45,11 @@ class GPT2(ModelState):
         for l, (w, a) in enumerate(zip(weights.layers, acts.layers, strict=True)):
             with annotate(f"layer {l} forward"):
                 self._attention_forward(w, a)
-                ops.matmul_forward(a.attproj, a.atty, w.attprojw, w.attprojb)
-                ops.fused_residual_forward(
-                    a.residual2,
-                    a.ln2,
-                    a.ln2_mean,
-                    a.ln2_rstd,
-                    residual,
-                    a.attproj,
-                    w.ln2w,
-                    w.ln2b,
-                )
+                ops.matmul_forward(a.residual2, a.atty, w.attprojw, w.attprojb, residual)
+                ops.layernorm_forward(a.ln2, a.ln2_mean, a.ln2_rstd, a.residual2, w.ln2w, w.ln2b)
                 ops.matmul_gelu_forward(a.fch_gelu, a.fch, a.ln2, w.fcw, w.fcb)
-                ops.matmul_forward(a.fcproj, a.fch_gelu, w.fcprojw, w.fcprojb)
-                ops.fused_residual_forward(
-                    a.residual3, *self._normed(l + 1), a.residual2, a.fcproj, *self._norm(l + 1)
-                )
+                ops.matmul_forward(a.residual3, a.fch_gelu, w.fcprojw, w.fcprojb, a.residual2)
+                ops.layernorm_forward(*self._normed(l + 1), a.residual3, *self._norm(l + 1))
                 residual = a.residual3
 
     def _normed(self, l: int) -> tuple:
