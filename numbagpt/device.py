@@ -28,7 +28,6 @@ OPERATIONS = {
     "attention_backward": "attention",
     "gelu_forward": "gelu",
     "gelu_backward": "gelu",
-    "fused_residual_forward": "fused_residual",
     "matmul_gelu_forward": "matmul",
     "flash_attention_forward": "flash_attention",
     "flash_attention_backward": "flash_attention",

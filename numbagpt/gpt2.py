@@ -45,22 +45,11 @@ class GPT2(ModelState):
         for l, (w, a) in enumerate(zip(weights.layers, acts.layers, strict=True)):
             with annotate(f"layer {l} forward"):
                 self._attention_forward(w, a)
-                ops.matmul_forward(a.attproj, a.atty, w.attprojw, w.attprojb)
-                ops.fused_residual_forward(
-                    a.residual2,
-                    a.ln2,
-                    a.ln2_mean,
-                    a.ln2_rstd,
-                    residual,
-                    a.attproj,
-                    w.ln2w,
-                    w.ln2b,
-                )
+                ops.matmul_forward(a.residual2, a.atty, w.attprojw, w.attprojb, residual)
+                ops.layernorm_forward(a.ln2, a.ln2_mean, a.ln2_rstd, a.residual2, w.ln2w, w.ln2b)
                 ops.matmul_gelu_forward(a.fch_gelu, a.fch, a.ln2, w.fcw, w.fcb)
-                ops.matmul_forward(a.fcproj, a.fch_gelu, w.fcprojw, w.fcprojb)
-                ops.fused_residual_forward(
-                    a.residual3, *self._normed(l + 1), a.residual2, a.fcproj, *self._norm(l + 1)
-                )
+                ops.matmul_forward(a.residual3, a.fch_gelu, w.fcprojw, w.fcprojb, a.residual2)
+                ops.layernorm_forward(*self._normed(l + 1), a.residual3, *self._norm(l + 1))
                 residual = a.residual3
 
     def _normed(self, l: int) -> tuple:
@@ -89,10 +78,15 @@ class GPT2(ModelState):
             ops.matmul_forward(qkv, a.ln1, w.qkvw, w.qkvb)
             ops.attention_forward(a.atty, a.qkvr, a.att, output)
 
-    def _attention_backward(self, dqkv: object, dout: object, a: object) -> None:
-        """Gradient of a.atty → gradient of q, k and v, packed (B, T, 3C)."""
+    def _attention_backward(self, dqkv: object, dqkvb: object, dout: object, a: object) -> None:
+        """Gradient of a.atty → gradient of q, k and v, packed (B, T, 3C).
+
+        Flash attention adds that of their bias to dqkvb, too; else it is left to matmul_backward.
+        """
         if self.attention == "flash":
-            self.ops.flash_attention_backward(dqkv, dout, a.qkvr, a.atty, a.lse, self.dacts.scratch)
+            self.ops.flash_attention_backward(
+                dqkv, dout, a.qkvr, a.atty, a.lse, self.dacts.scratch, dqkvb=dqkvb
+            )
         else:
             # atty and fch have served, their memory holds (B, T, C) and dqkvr
             dqkvr = a.fch.reshape(-1)[: a.qkvr.size].reshape(a.qkvr.shape)
@@ -223,8 +217,9 @@ class GPT2(ModelState):
                     dresidual_sum=g.attprojb,
                 )
                 matmul_backward(dbtc, g.attprojw, None, dresidual, a.atty, w.attprojw)
-                self._attention_backward(dqkv, dbtc, a)
-                matmul_backward(dbtc, g.qkvw, g.qkvb, dqkv, a.ln1, w.qkvw)
+                self._attention_backward(dqkv, g.qkvb, dbtc, a)
+                dqkvb = None if self.attention == "flash" else g.qkvb
+                matmul_backward(dbtc, g.qkvw, dqkvb, dqkv, a.ln1, w.qkvw)
                 layernorm_backward(
                     dresidual,
                     g.ln1w,

@@ -78,7 +78,7 @@ class MemoryPlan:
     def _scratch(self) -> int:
         """Elements of partial sums that the largest reduction needs."""
         C, N = self.config.channels, self.B * self.T
-        flash = flash_attention_scratch(self.B, self.T, self.config.num_heads)
+        flash = flash_attention_scratch(self.B, self.T, C, self.config.num_heads)
         return max(
             layernorm_backward_scratch(N, C),
             flash if self.attention == "flash" else 0,

@@ -102,8 +102,8 @@ def activation_layout(
     """The forward pass's tensors for batches of (B, T).
 
     Training keeps every layer's activations for the backward pass; inference lets every layer
-    write over the last one's. So does training with what the backward pass does not read (attproj,
-    fcproj) or computes again: from recompute = 1 on fch_gelu, from 2 on ln1 and ln2 as well.
+    write over the last one's. So does training with what the backward pass computes again: from
+    recompute = 1 on fch_gelu, from 2 on ln1 and ln2 as well.
 
     attention   "flash": qkvr holds the packed (B, T, 3, NH, HS), and lse the softmax's
                 log-sum-exp; "materialized": qkvr is (3, B, NH, T, HS), and att holds the softmax,
@@ -136,14 +136,12 @@ def activation_layout(
         "ln1_rstd": Spec((B, T), real, kept),
         **specific,
         "atty": Spec(btc, storage, kept),
-        "attproj": Spec(btc, storage, 1),
         "residual2": Spec(btc, storage, kept),
         "ln2": Spec(btc, storage, kept_ln),
         "ln2_mean": Spec((B, T), real, kept),
         "ln2_rstd": Spec((B, T), real, kept),
         "fch": Spec((B, T, 4 * C), storage, kept),
         "fch_gelu": Spec((B, T, 4 * C), storage, kept_gelu),
-        "fcproj": Spec(btc, storage, 1),
         "residual3": Spec(btc, storage, kept),
         "lnf": Spec(btc, storage),
         "lnf_mean": Spec((B, T), real),

@@ -44,7 +44,6 @@ def test_every_operation_is_there():
         "flash_mma_backward",
         "flash_wgmma",
         "flash_wgmma_backward",
-        "fused_residual",
         "gelu",
         "global_norm",
         "layernorm",

@@ -19,7 +19,6 @@ from numbagpt.ops.flash_attention import (
     flash_attention_forward,
     flash_attention_scratch,
 )
-from numbagpt.ops.fused_residual import fused_residual_forward
 from numbagpt.ops.gelu import gelu_backward, gelu_forward
 from numbagpt.ops.global_norm import global_norm, global_norm_partials
 from numbagpt.ops.layernorm import (
@@ -159,15 +158,6 @@ def cases(config: GPT2Config, B: int, T: int, storage: type = np.float32) -> Ite
         call(residual_forward, x(B, T, C), x(B, T, C), x(B, T, C)),
         3 * act,
     )
-    yield case(
-        "fused_residual_forward",
-        btc,
-        call(
-            fused_residual_forward,
-            *(x(B, T, C), x(B, T, C), f(B, T), f(B, T), x(B, T, C), x(B, T, C), x(C), x(C)),
-        ),
-        4 * act,
-    )
     wide = f"({B}, {T}, {4 * C})"
     yield case("gelu_forward", wide, call(gelu_forward, x(N, 4 * C), x(N, 4 * C)), 8 * act)
     yield case(
@@ -192,7 +182,7 @@ def cases(config: GPT2Config, B: int, T: int, storage: type = np.float32) -> Ite
         4 * act,
         flops,
     )
-    scratch = floats(flash_attention_scratch(B, T, NH))
+    scratch = floats(flash_attention_scratch(B, T, C, NH))
     yield case(
         "flash_attention_backward",
         heads,

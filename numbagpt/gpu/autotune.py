@@ -35,36 +35,37 @@ _STILL_RACING = 1.1  # times the best median: what is slower after a round is ou
 
 
 def choose(
-    plan: "Plan", candidates: list[np.ndarray], out: int, a: int, b: int, aux: int
+    plan: "Plan", candidates: list[np.ndarray], out: int, a: int, b: int, extra: int
 ) -> tuple[np.ndarray, bool]:
     """The fastest of a plan's algorithms, and whether timing said so or there was no room for it.
 
-    out, a, b, aux   addresses of the arrays of the plan's first call; out may be overwritten with
-                     the product
+    out, a, b, extra   addresses of the arrays of the plan's first call, extra being add or aux; out
+                       may be overwritten with the product
     Raises BlasError if none of them works; GraphError while a graph is being captured, when
     nothing runs.
     """
     if _capturing():
         raise GraphError(f"the algorithm of {plan.problem} is not chosen yet")
     # Where out is read too, repeats would spoil it.
-    if plan.problem.accumulates or out in (a, b, aux):
+    if plan.problem.accumulates or out in (a, b, extra):
         memory = _scratch(plan.problem.out_bytes)
     else:
         memory = contextlib.nullcontext(out)
     try:
         with memory as target:
-            return _fastest_algorithm(plan, candidates, target, a, b), True
+            c = extra if plan.problem.adds else target
+            return _fastest_algorithm(plan, candidates, target, a, b, c), True
     except (MemoryError, GraphError) as error:
         warnings.warn(f"not timed: {plan.problem}: {error}", RuntimeWarning, stacklevel=2)
         return candidates[0], False
 
 
 def _fastest_algorithm(
-    plan: "Plan", candidates: list[np.ndarray], out: int, a: int, b: int
+    plan: "Plan", candidates: list[np.ndarray], out: int, a: int, b: int, c: int
 ) -> np.ndarray:
     runs, errors = {}, []
     for i, algorithm in enumerate(candidates):
-        run = partial(plan.run, algorithm, out, a, b)
+        run = partial(plan.run, algorithm, out, a, b, c)
         try:
             run()  # loads the algorithm's code, which a capture cannot; it may yet be refused
         except BlasError as error:

@@ -23,6 +23,7 @@ def matmul(
     alpha: float,
     beta: float,
     bias: np.ndarray | None,
+    add: np.ndarray | None,
     gelu_aux: np.ndarray | None,
     dgelu_aux: np.ndarray | None,
 ) -> None:
@@ -38,6 +39,8 @@ def matmul(
         result += beta * _values(out)
     if bias is not None:
         result += _values(bias)
+    if add is not None:
+        result += _values(add)
     if gelu_aux is not None:
         _store(gelu_aux, result)
         result *= _logistic(result)

@@ -20,12 +20,13 @@ class Problem(NamedTuple):
     transpose_a: bool
     transpose_b: bool
     storage: str  # of a and b: float32 or bfloat16
-    out_storage: str  # of out, bias and aux
+    out_storage: str  # of out, bias, add and aux
     has_bias: bool
     activation: str  # "", gelu or dgelu
-    accumulates: bool  # beta is not 0
+    accumulates: bool  # beta is not 0: cuBLASLt's C is out
+    adds: bool  # C is another array, add
     precision: str  # fp32, tf32 or bf16
-    alignments: tuple[int, ...]  # of out, a, b and, where there is an activation, aux, in bytes
+    alignments: tuple[int, ...]  # of out, a, b and, if there is one, add or aux; in bytes
 
     @property
     def out_bytes(self) -> int:
@@ -37,11 +38,12 @@ class Problem(NamedTuple):
         a = f"a{'^T' * self.transpose_a} ({self.M}, {self.K}) {self.storage}"
         b = f"b{'^T' * self.transpose_b} ({self.K}, {self.N}) {self.storage}"
         value = f"{a} @ {b}{' + out' * self.accumulates}{' + bias' * self.has_bias}"
+        value += " + add" * self.adds
         if self.activation == "gelu":
             value = f"gelu(aux = {value})"
         elif self.activation == "dgelu":
             value = f"({value}) * gelu'(aux)"
-        names = ("out", "a", "b", "aux")[: len(self.alignments)]
+        names = ("out", "a", "b", "add" if self.adds else "aux")[: len(self.alignments)]
         return (
             f"out ({self.M}, {self.N}) {self.out_storage} = {value}"
             f"{f', batch of {self.batch}' * (self.batch > 1)}, {self.precision}, "

@@ -11,6 +11,9 @@ column-major (S, R) one, its transpose. Transposing
 
 gives a product of what cuBLASLt sees: b comes first, a second, each keeps its own transpose flag,
 and nothing is moved in memory. One value per row is just what its bias epilogue adds.
+
+What cuBLASLt computes is D = alpha A B + beta C, with C and D of one layout. Here D is out; C is
+out too, or, with beta = 1, the array that the caller wants added.
 """
 
 import functools
@@ -172,6 +175,7 @@ class Plan:
         """
         library, lt = self._library, self._library.lt
         out, a, b = self.problem.alignments[:3]
+        c = self.problem.alignments[3] if self.problem.adds else out
         attribute = lt.MatmulPreferenceAttribute
         preference = lt.matmul_preference_create()
         results = np.zeros(count, lt.matmul_heuristic_result_dtype)
@@ -186,7 +190,7 @@ class Plan:
                     (attribute.REDUCTION_SCHEME_MASK, lt.ReductionScheme.COMPUTE_TYPE),
                     (attribute.MIN_ALIGNMENT_A_BYTES, b),
                     (attribute.MIN_ALIGNMENT_B_BYTES, a),
-                    (attribute.MIN_ALIGNMENT_C_BYTES, out),
+                    (attribute.MIN_ALIGNMENT_C_BYTES, c),
                     (attribute.MIN_ALIGNMENT_D_BYTES, out),
                 ],
             )
@@ -233,27 +237,30 @@ class Plan:
         return algorithm if result["workspace_size"][0] <= library.workspace_bytes else None
 
     def __call__(
-        self, out: int, a: int, b: int, bias: int, aux: int, alpha: float, beta: float
+        self, out: int, a: int, b: int, bias: int, extra: int, alpha: float, beta: float
     ) -> None:
-        """Queue the product on the current stream. out, a, b, bias and aux are device addresses.
+        """Queue the product on the current stream.
 
+        out, a, b, bias   device addresses
+        extra             that of add or of aux, whichever the problem has
         Raises BlasError, naming the product, if cuBLASLt fails; GraphError if the algorithm is
         still to be chosen by timing and the stream is being captured.
         """
         attribute = self._library.lt.MatmulDescAttribute
-        self._scalars[:] = alpha, beta
+        adds = self.problem.adds
+        self._scalars[:] = alpha, 1.0 if adds else beta
         # At each call, so that all layers share a plan. cuBLASLt copies the addresses into the
         # launch, so that a graph keeps the captured ones.
         if self.problem.has_bias:
             self._set_address(attribute.BIAS_POINTER, bias)
         if self.problem.activation:
-            self._set_address(attribute.EPILOGUE_AUX_POINTER, aux)
+            self._set_address(attribute.EPILOGUE_AUX_POINTER, extra)
         if self.algorithm is None:
-            self._choose(out, a, b, aux)
-        self.run(self.algorithm, out, a, b)
+            self._choose(out, a, b, extra)
+        self.run(self.algorithm, out, a, b, extra if adds else out)
 
-    def _choose(self, out: int, a: int, b: int, aux: int) -> None:
-        algorithm, timed = autotune.choose(self, self._candidates, out, a, b, aux)
+    def _choose(self, out: int, a: int, b: int, extra: int) -> None:
+        algorithm, timed = autotune.choose(self, self._candidates, out, a, b, extra)
         if timed:
             self._library.choices.put(str(self.problem), algorithm.tobytes())
         self.algorithm = algorithm
@@ -264,9 +271,10 @@ class Plan:
             self._operation, int(attribute), self._address_pointer, self._address.itemsize
         )
 
-    def run(self, algorithm: np.ndarray, out: int, a: int, b: int) -> None:
+    def run(self, algorithm: np.ndarray, out: int, a: int, b: int, c: int) -> None:
         """Queue the product with everything else as in the last call.
 
+        c   address of what beta multiplies: out or the problem's add
         Raises BlasError, naming the product, if cuBLASLt fails.
         """
         library, lt = self._library, self._library.lt
@@ -280,7 +288,7 @@ class Plan:
                 a,
                 self._a,
                 self._beta,
-                out,
+                c,
                 self._out,
                 out,
                 self._out,

@@ -41,6 +41,7 @@ flash_tile.py has what both are made of. All read q, k, v where the matmul left 
 where the next one reads: no permutation.
 """
 
+import itertools
 import math
 from types import ModuleType
 
@@ -51,6 +52,11 @@ from numbagpt.errors import UserError
 from numbagpt.gpu.kernel import ceil_div
 from numbagpt.ops import flash_mma, flash_mma_backward, flash_wgmma, flash_wgmma_backward
 from numbagpt.ops.flash_tile import ROWS, THREADS, tile_grid
+from numbagpt.ops.matmul import (
+    matmul_backward_bias,
+    matmul_backward_bias_reference,
+    matmul_backward_bias_scratch,
+)
 
 # Forward and backward modules, the faster first.
 VARIANTS = {
@@ -81,9 +87,15 @@ def supports(
     return variant_for(head_size, storage, compute_capability) is not None
 
 
-def flash_attention_scratch(B: int, T: int, NH: int) -> int:
+def flash_attention_scratch(B: int, T: int, C: int, NH: int) -> int:
     """float32 elements that flash_attention_backward needs as scratch."""
-    return 2 * B * NH * T
+    return sum(_scratch_parts(B, T, C, NH))
+
+
+def _scratch_parts(B: int, T: int, C: int, NH: int) -> tuple[int, int, int]:
+    """Elements for the sums over tiles of dqkv, for adding those up, and for lse and delta."""
+    tiles = B * ceil_div(T, ROWS)
+    return tiles * 3 * C, matmul_backward_bias_scratch(tiles, 3 * C), 2 * B * NH * T
 
 
 def flash_attention_forward(out, lse, qkv, variant=None):
@@ -106,24 +118,42 @@ def flash_attention_forward(out, lse, qkv, variant=None):
     forward.forward_kernels[key][launch](out, lse, qkv, T, NH, scale2)
 
 
-def flash_attention_backward(dqkv, dout, qkv, out, lse, scratch, variant=None):
+def flash_attention_backward(dqkv, dout, qkv, out, lse, scratch, dqkvb=None, variant=None):
     """Gradient of flash_attention_forward. The same bits at every run.
 
-    dqkv            (B, T, 3C)   written
+    dqkv            (B, T, 3C)     written
     dout            (B, T, C)
-    qkv, out, lse                as flash_attention_forward was given and left them
-    scratch         float32, at least flash_attention_scratch(B, T, NH)
+    qkv, out, lse                  as flash_attention_forward was given and left them
+    scratch         float32, at least flash_attention_scratch(B, T, C, NH); overwritten
+    dqkvb           (3C,) or None  float32: += the sum over all tokens of dqkv, before rounding
+
+    dqkvb is the gradient of the bias that was added to qkv. Each block sums the columns of its tile
+    of dqkv while it has it in registers, so that what is left to add up is a 64th of the rows: on
+    dqkv itself matmul_backward_bias would have to read all of it.
     """
     B, NH, T = lse.shape
-    HS = out.shape[-1] // NH
+    C = out.shape[-1]
+    HS = C // NH
     _, backward = _modules(HS, qkv, variant)
     key = HS, qkv.dtype.itemsize
     scale, scale2 = _scales(HS)
-    grid = tile_grid(B * NH, ceil_div(T, ROWS))
+    tiles = ceil_div(T, ROWS)
+    tile_sums, bias_scratch, rows = _split(scratch, _scratch_parts(B, T, C, NH))
+    grid = tile_grid(B * NH, tiles)
     launch = grid, THREADS, backward.DQ_SHARED[key]
-    backward.dq_kernels[key][launch](dqkv, scratch, dout, qkv, out, lse, T, NH, scale2, scale)
+    backward.dq_kernels[key][launch](
+        dqkv, tile_sums, rows, dout, qkv, out, lse, T, NH, scale2, scale
+    )
     launch = grid, THREADS, backward.DKV_SHARED[key]
-    backward.dkv_kernels[key][launch](dqkv, dout, qkv, scratch, T, NH, scale2, scale)
+    backward.dkv_kernels[key][launch](dqkv, tile_sums, dout, qkv, rows, T, NH, scale2, scale)
+    if dqkvb is not None:
+        matmul_backward_bias(dqkvb, tile_sums.reshape((B * tiles, 3 * C)), bias_scratch)
+
+
+def _split(scratch, sizes: tuple[int, ...]) -> list:
+    """Parts of the scratch, one behind the other."""
+    ends = list(itertools.accumulate(sizes, initial=0))
+    return [scratch[start:end] for start, end in itertools.pairwise(ends)]
 
 
 def _scales(HS: int) -> tuple[float, float]:
@@ -161,7 +191,7 @@ def flash_attention_forward_reference(out, lse, qkv):
     out[...] = (weights @ v).swapaxes(1, 2).reshape(out.shape)
 
 
-def flash_attention_backward_reference(dqkv, dout, qkv, out, lse, scratch):
+def flash_attention_backward_reference(dqkv, dout, qkv, out, lse, scratch, dqkvb=None):
     NH = lse.shape[1]
     q, k, v = _heads(qkv, 3, NH)
     (do,), (o,) = _heads(dout, 1, NH), _heads(out, 1, NH)
@@ -172,6 +202,8 @@ def flash_attention_backward_reference(dqkv, dout, qkv, out, lse, scratch):
     dscores = weights * (do @ v.swapaxes(2, 3) - delta) / math.sqrt(q.shape[-1])
     dq[...] = dscores @ k
     dk[...] = dscores.swapaxes(2, 3) @ q
+    if dqkvb is not None:
+        matmul_backward_bias_reference(dqkvb, dqkv, None)
 
 
 def _heads(packed, parts, NH):

@@ -44,6 +44,7 @@ from numbagpt.ops.flash_tile import (
     mask_below,
     my_chunk,
     quad_sum,
+    store_column_sums,
 )
 
 
@@ -74,25 +75,29 @@ def make_dq_kernel(HS: int, itemsize: int, KEYS: int, min_blocks: int, KEPT: int
     TILE = ROWS * HS  # elements
     KTILE = KEYS * HS
     STAGE = 2 * KTILE  # a tile of K and one of V; there are two stages
+    SUMS = 2 * TILE * itemsize // 4  # where at the end the column sums begin, in float32
     LEFT, SCORES, ACC = 2 * CHUNKS, KEYS // 2, HS // 2  # as in the forward pass
     array, rows = storage(itemsize), float32[::1]
 
     @kernel(
-        void(array, rows, array, array, array, rows, int32, int32, float32, float32),
+        void(array, rows, rows, array, array, array, rows, int32, int32, float32, float32),
         max_threads=THREADS,
         min_blocks=min_blocks,
         minimum=(8, 0),
     )
-    def flash_mma_dq_kernel(dqkv, rows, dout, qkv, out, lse, T, NH, scale2, scale):
+    def flash_mma_dq_kernel(dqkv, tile_sums, rows, dout, qkv, out, lse, T, NH, scale2, scale):
         """One block per 64 queries of a head: dq, and for the next kernel what it needs of rows.
 
         rows (B, NH, 2, T): lse * log2(e), so that P = 2 ** (scale2 S - that), and delta.
+        tile_sums (B, ceil(T / 64), 3C): the column sums of the tiles of dqkv; here those of dq.
         Grid as by tile_grid(B * NH, ceil(T / 64)). scale2 = scale * log2(e).
 
         Reads q, dout, out and lse once, k and v once per query tile, mostly from the second-level
-        cache; writes dq and rows: 6 HS numbers and 12 bytes per token and head.
+        cache; writes dq, rows and, for each 64 tokens, a row of sums: 6 HS numbers and
+        12 + HS / 16 bytes per token and head.
         """
         tile = keep_address(cuda.shared.array(0, qkv.dtype, alignment=1024))  # Q, dO; K, V; K, V
+        sums = cuda.shared.array(0, float32, alignment=1024)
         q = cuda.local.array(LEFT, int32)
         do = cuda.local.array(LEFT, int32)
         s = cuda.local.array(SCORES, float32)
@@ -131,6 +136,9 @@ def make_dq_kernel(HS: int, itemsize: int, KEYS: int, min_blocks: int, KEPT: int
             if there and (lane & 3) == 0:
                 rows[2 * int64(head) * T + row] = lse2[r]
                 rows[(2 * int64(head) + 1) * T + row] = delta[r]
+            if not there:  # P = 1 and dP = 0, and so is dS: no part of the column sums
+                lse2[r] = float32(0)
+                delta[r] = float32(0)
         for i in range(ACC):
             dq[i] = float32(0)
         corner = fragment_corner()
@@ -170,8 +178,10 @@ def make_dq_kernel(HS: int, itemsize: int, KEYS: int, min_blocks: int, KEPT: int
                         s[i] = exp2(s[i] * scale2 - lse2[r]) * (dp[i] - delta[r])
             weights_times_rows(dq, s, tile, stage, KEYS, CHUNKS)
             k0 = k1
-        cuda.syncwarp()
+        cuda.syncthreads()
         store_rows(tile, 0, dq, scale, dqkv, q_start + q0 * stride, stride, q0, T, CHUNKS)
+        number = int32(cuda.gridDim.y - 1 - cuda.blockIdx.y)
+        store_column_sums(tile, sums, SUMS, dq, scale, tile_sums, number, 0, NH, HS)
 
     flash_mma_dq_kernel.__name__ += f"_{HS}"
     return flash_mma_dq_kernel
@@ -188,24 +198,26 @@ def make_dkv_kernel(HS: int, itemsize: int, QUERIES: int, min_blocks: int, KEPT:
     TILE = ROWS * HS  # elements
     QTILE = QUERIES * HS
     STAGE = 2 * QTILE  # a tile of Q and one of dO; there are two stages
-    VALUES = (2 * TILE + 2 * STAGE) * itemsize // 4  # where lse2 and delta begin, in float32
+    VALUES = (2 * TILE + 2 * STAGE) * itemsize // 4  # where lse2 and delta begin, in float32,
+    K_SUMS = 2 * TILE * itemsize // 4  # and at the end the column sums
+    V_SUMS = K_SUMS + 4 * HS
     LEFT, SCORES, ACC = 2 * CHUNKS, QUERIES // 2, HS // 2
     array, rows = storage(itemsize), float32[::1]
 
     @kernel(
-        void(array, array, array, rows, int32, int32, float32, float32),
+        void(array, rows, array, array, rows, int32, int32, float32, float32),
         max_threads=THREADS,
         min_blocks=min_blocks,
         minimum=(8, 0),
     )
-    def flash_mma_dkv_kernel(dqkv, dout, qkv, rows, T, NH, scale2, scale):
+    def flash_mma_dkv_kernel(dqkv, tile_sums, dout, qkv, rows, T, NH, scale2, scale):
         """One block per 64 keys of a head: dk and dv, from the tiles of queries that see them.
 
-        rows (B, NH, 2, T): as flash_mma_dq_kernel left them.
+        rows (B, NH, 2, T): as flash_mma_dq_kernel left them. tile_sums: as there, of dk and dv.
         Grid as by tile_grid(B * NH, ceil(T / 64)). scale2 = scale * log2(e).
 
         Reads k and v once, q, dout and rows once per key tile, mostly from the second-level cache;
-        writes dk and dv: 6 HS numbers and 8 bytes per token and head.
+        writes dk, dv and their sums: 6 HS numbers and 8 + HS / 8 bytes per token and head.
         """
         tile = keep_address(cuda.shared.array(0, qkv.dtype, alignment=1024))  # K, V; Q, dO; Q, dO
         # behind these, twice lse2 and delta
@@ -299,9 +311,12 @@ def make_dkv_kernel(HS: int, itemsize: int, QUERIES: int, min_blocks: int, KEPT:
             weights_times_rows(dk, s, tile, q_tile, QUERIES, CHUNKS)
             stage = other
             q0 = q1
-        cuda.syncwarp()
+        cuda.syncthreads()
         store_rows(tile, 0, dk, scale, dqkv, k_start, stride, k0, T, CHUNKS)
         store_rows(tile, TILE, dv, float32(1), dqkv, k_start + C, stride, k0, T, CHUNKS)
+        number = int32(cuda.blockIdx.y)
+        store_column_sums(tile, values, K_SUMS, dk, scale, tile_sums, number, 1, NH, HS)
+        store_column_sums(tile, values, V_SUMS, dv, float32(1), tile_sums, number, 2, NH, HS)
 
     flash_mma_dkv_kernel.__name__ += f"_{HS}"
     return flash_mma_dkv_kernel

@@ -175,6 +175,81 @@ def store_tile(tile, offset, acc, factor, target, start, stride, first, T, rows,
             store_words(target, start + (i * step) * stride, words)
 
 
+# ---- column sums ---------------------------------------------------------------------------------
+
+
+@device_function
+def halve_blocks(acc, blocks, distance):
+    """Add up pairs of lanes: `distance` apart, each goes on with half of the blocks of columns.
+
+    acc   two numbers of each block, acc[4 n] and acc[4 n + 1], overwritten with the sums. A lane
+          that has only one block left, or was given none, adds the other lane's to it
+    """
+    upper = int32(cuda.threadIdx.x & distance) != 0
+    half = blocks // 2
+    for n in range(max(half, 1)):
+        for c in range(2):
+            kept = acc[4 * n + c]
+            given = kept
+            if half > 0:
+                given = kept if upper else acc[4 * (n + half) + c]
+                kept = acc[4 * (n + half) + c] if upper else kept
+            acc[4 * n + c] = kept + cuda.shfl_xor_sync(FULL_MASK, given, distance)
+
+
+@device_function
+def sum_over_warp(acc, blocks):
+    """Column sums over a warp's 16 rows of acc, 16 x 8 * blocks, which is overwritten.
+
+    The eight lanes at one place of their quads have rows of the same columns. In three steps they
+    add up their sums and share out the blocks: 14 shuffles for 8 blocks, where three for each
+    number would be 48. A lane ends with max(1, blocks / 8) of them, from (lane / 4) * blocks / 8
+    on, and acc[4 m + c] is the sum of what was, over 16 rows, acc[4 (first + m) + 2 r + c].
+    """
+    for n in range(blocks):
+        for c in range(2):
+            acc[4 * n + c] += acc[4 * n + 2 + c]
+    halve_blocks(acc, blocks, 16)
+    halve_blocks(acc, blocks // 2, 8)
+    halve_blocks(acc, blocks // 4, 4)
+
+
+@device_function
+def store_column_sums(tile, sums, offset, acc, factor, target, number, part, NH, HS):
+    """factor * the column sums of acc, this block's 64 x HS of dq, dk or dv, into `target`.
+
+    sums, offset   float32 shared memory that nobody needs any more, 4 HS of it: a row for each warp
+    acc            as products with the storage of `tile` leave it; overwritten. Its rows from T on
+                   must be zeros
+    target         (B, tiles, 3, NH, HS), float32
+    number, part   the block's place on the second axis and on the third
+    """
+    thread = int32(cuda.threadIdx.x)
+    lane = int32(thread & 31)
+    blocks = HS // 8
+    sum_over_warp(acc, blocks)
+    for m in range(max(1, blocks // 8)):
+        n = int32(((lane >> 2) * blocks >> 3) + m)
+        for c in range(2):
+            if width(tile) == 8:
+                column = int32(8 * n + 2 * (lane & 3) + c)
+            else:  # the order of flash_mma_products.py
+                column = int32(16 * (n >> 1) + 4 * (lane & 3) + 2 * c + (n & 1))
+            sums[int32(offset + (thread >> 5) * HS + column)] = acc[4 * m + c]
+    cuda.syncthreads()
+    if thread < HS:
+        # Computed again, unsigned, which the compiler does not take for the kernel's own b and h:
+        # no registers are to hold them while the tiles stream past.
+        head = uint32(cuda.blockIdx.z * cuda.gridDim.x + cuda.blockIdx.x)
+        b = int32(head // uint32(NH))
+        h = int32(int32(head) - b * NH)
+        at = (((int64(b) * cuda.gridDim.y + number) * 3 + part) * NH + h) * HS + thread
+        total = float32(0)
+        for warp in range(THREADS // 32):
+            total += sums[int32(offset + warp * HS + thread)]
+        target[at] = total * factor
+
+
 # ---- fragments -----------------------------------------------------------------------------------
 
 

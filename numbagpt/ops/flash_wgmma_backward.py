@@ -42,6 +42,7 @@ from numbagpt.ops.flash_tile import (
     my_chunk,
     pack_rows,
     quad_sum,
+    store_column_sums,
     store_tile,
 )
 from numbagpt.ops.flash_wgmma import HEAD_SIZES
@@ -52,12 +53,14 @@ def make_dq_kernel(HS: int) -> Kernel:
     CHUNKS = HS // 8  # of 16 bytes in a row
     TILE = ROWS * HS  # elements
     STAGE = 2 * TILE  # a tile of K and one of V; there are two stages
+    SUMS = STAGE // 2  # where at the end the column sums begin, counted in float32
     ACC = HS // 2  # registers of a thread for 64 x HS
     QUARTER = HS // 4  # columns of a row for each lane of a quad
 
     @kernel(
         void(
             uint16[::1],
+            float32[::1],
             float32[::1],
             uint16[::1],
             uint16[::1],
@@ -72,16 +75,19 @@ def make_dq_kernel(HS: int) -> Kernel:
         min_blocks=4 if HS == 64 else 2,
         exactly=(9, 0),
     )
-    def flash_dq_kernel(dqkv, rows, dout, qkv, out, lse, T, NH, scale2, scale):
+    def flash_dq_kernel(dqkv, tile_sums, rows, dout, qkv, out, lse, T, NH, scale2, scale):
         """One block per 64 queries of a head: dq, and for the next kernel what it needs of rows.
 
         rows (B, NH, 2, T): lse * log2(e), so that P = 2 ** (scale2 S - that), and delta.
+        tile_sums (B, ceil(T / 64), 3C): the column sums of the tiles of dqkv; here those of dq.
         Grid as by tile_grid(B * NH, ceil(T / 64)). scale2 = scale * log2(e).
 
         Reads q, dout, out and lse once, k and v once per query tile, mostly from the second-level
-        cache; writes dq and rows: 12 HS + 12 bytes per token and head from and to memory.
+        cache; writes dq, rows and, for each 64 tokens, a row of sums: 12 HS + 12 + HS / 16 bytes
+        per token and head from and to memory.
         """
         tile = keep_address(cuda.shared.array(0, uint16, alignment=1024))  # Q, dO; K, V; K, V
+        sums = cuda.shared.array(0, float32, alignment=1024)
         s = cuda.local.array(32, float32)
         dp = cuda.local.array(32, float32)
         ds = cuda.local.array(16, int32)
@@ -128,6 +134,9 @@ def make_dq_kernel(HS: int) -> Kernel:
             if there and (lane & 3) == 0:
                 rows[2 * int64(head) * T + row] = lse2[r]
                 rows[(2 * int64(head) + 1) * T + row] = delta[r]
+            if not there:  # P = 1 and dP = 0, and so is dS: no part of the column sums
+                lse2[r] = float32(0)
+                delta[r] = float32(0)
         for i in range(ACC):
             dq[i] = float32(0)
         corner = fragment_corner()
@@ -166,6 +175,7 @@ def make_dq_kernel(HS: int) -> Kernel:
             stage = other
         cuda.syncthreads()
         store_tile(tile, 0, dq, scale, dqkv, q_start + q0 * stride, stride, q0, T, ROWS, CHUNKS)
+        store_column_sums(tile, sums, SUMS, dq, scale, tile_sums, int32(tiles - 1), 0, NH, HS)
 
     flash_dq_kernel.__name__ += f"_{HS}"
     return flash_dq_kernel
@@ -178,7 +188,9 @@ def make_dkv_kernel(HS: int) -> Kernel:
     TILE = ROWS * HS  # elements
     QTILE = QUERIES * HS
     STAGE = 2 * QTILE  # a tile of Q and one of dO; there are two stages
-    VALUES = (2 * TILE + 2 * STAGE) // 2  # where lse2 and delta begin, counted in float32
+    VALUES = (2 * TILE + 2 * STAGE) // 2  # where lse2 and delta begin, counted in float32,
+    K_SUMS = 2 * TILE // 2  # and at the end the column sums
+    V_SUMS = K_SUMS + 4 * HS
     ACC = HS // 2  # registers of a thread for 64 x HS
     SCORES = QUERIES // 2  # and for 64 x QUERIES,
     PACKED = QUERIES // 4  # and for these in bf16
@@ -186,19 +198,30 @@ def make_dkv_kernel(HS: int) -> Kernel:
     DIAGONAL = ROWS // QUERIES  # tiles that the diagonal crosses
 
     @kernel(
-        void(uint16[::1], uint16[::1], uint16[::1], float32[::1], int32, int32, float32, float32),
+        void(
+            uint16[::1],
+            float32[::1],
+            uint16[::1],
+            uint16[::1],
+            float32[::1],
+            int32,
+            int32,
+            float32,
+            float32,
+        ),
         max_threads=THREADS,
         min_blocks=3 if HS == 64 else 2,
         exactly=(9, 0),
     )
-    def flash_dkv_kernel(dqkv, dout, qkv, rows, T, NH, scale2, scale):
+    def flash_dkv_kernel(dqkv, tile_sums, dout, qkv, rows, T, NH, scale2, scale):
         """One block per 64 keys of a head: dk and dv, from the tiles of queries that see them.
 
-        rows (B, NH, 2, T): as flash_dq_kernel left them.
+        rows (B, NH, 2, T): as flash_dq_kernel left them. tile_sums: as there, of dk and dv.
         Grid as by tile_grid(B * NH, ceil(T / 64)). scale2 = scale * log2(e).
 
         Reads k and v once, q, dout and rows once per key tile, mostly from the second-level cache;
-        writes dk and dv: 12 HS + 8 bytes per token and head from and to memory.
+        writes dk, dv and their sums: 12 HS + 8 + HS / 8 bytes per token and head from and to
+        memory.
         """
         tile = keep_address(cuda.shared.array(0, uint16, alignment=1024))  # K, V; Q, dO; Q, dO
         values = keep_address(
@@ -295,6 +318,9 @@ def make_dkv_kernel(HS: int) -> Kernel:
         cuda.syncthreads()
         store_tile(tile, 0, dk, scale, dqkv, k_start, stride, k0, T, ROWS, CHUNKS)
         store_tile(tile, TILE, dv, float32(1), dqkv, v_start, stride, k0, T, ROWS, CHUNKS)
+        number = int32(cuda.blockIdx.y)
+        store_column_sums(tile, values, K_SUMS, dk, scale, tile_sums, number, 1, NH, HS)
+        store_column_sums(tile, values, V_SUMS, dv, float32(1), tile_sums, number, 2, NH, HS)
 
     flash_dkv_kernel.__name__ += f"_{HS}"
     return flash_dkv_kernel

@@ -1,6 +1,6 @@
 """Linear layers.
 
-    out = inp weight^T + bias          (N, C) (OC, C)^T -> (N, OC), with N = B*T rows
+    out = inp weight^T + bias (+ residual)   (N, C) (OC, C)^T -> (N, OC), with N = B*T rows
 
     dinp     = dout weight             (N, OC) (OC, C)   -> (N, C)
     dweight += dout^T inp              (N, OC)^T (N, C)  -> (OC, C)
@@ -8,8 +8,8 @@
 
 and, for the linear layer of the MLP that a GELU follows, the two in one.
 
-The products are cuBLASLt's, which adds the bias while out is still in registers and dweight's old
-value likewise. The sum over rows is a kernel of ours.
+The products are cuBLASLt's, which adds the bias while out is still in registers, and the residual
+or dweight's old value likewise. The sum over rows is a kernel of ours.
 """
 
 import numpy as np
@@ -47,13 +47,19 @@ def matmul_backward_bias_reference(
 
 
 def matmul_forward_reference(
-    out: np.ndarray, inp: np.ndarray, weight: np.ndarray, bias: np.ndarray | None
+    out: np.ndarray,
+    inp: np.ndarray,
+    weight: np.ndarray,
+    bias: np.ndarray | None,
+    residual: np.ndarray | None = None,
 ) -> None:
     """What matmul_forward computes, in NumPy and in the arrays' own precision."""
     out = _rows(out)
     np.matmul(_rows(inp), weight.T, out=out)
     if bias is not None:
         out += bias
+    if residual is not None:
+        out += _rows(residual)
 
 
 def matmul_gelu_forward_reference(
@@ -164,16 +170,30 @@ def matmul_backward_bias(dbias, dout, scratch) -> None:
     column_sum_kernel[column_blocks, THREADS](dbias, scratch, chunks, OC, chunks, 1)
 
 
-def matmul_forward(out, inp, weight, bias) -> None:
-    """out = inp weight^T + bias.
+def matmul_forward(out, inp, weight, bias, residual=None) -> None:
+    """out = inp weight^T + bias (+ residual).
 
-    out     (..., OC)   written
-    inp     (..., C)
-    weight  (OC, C)
-    bias    (OC,) or None
+    out       (..., OC)           written
+    inp       (..., C)
+    weight    (OC, C)
+    bias      (OC,) or None
+    residual  (..., OC) or None   may not overlap out
+
+    With residual a projection ends in the residual stream. The addition then costs one more read
+    (of residual, N OC values) in the product's epilogue; as a kernel of its own it reads both the
+    projection and residual and writes the sum, after the product wrote the projection. On an H200,
+    at (16384, 768) x (768, 768), 39 µs instead of 30 + 18 in bf16, 72 instead of 60 + 36 in TF32.
+    It is made in float32 before the only rounding, where bf16 would otherwise be rounded twice (OC
+    has to be a multiple of 8 for that: see blas.matmul), and no memory holds the projection.
     """
-    out, inp = _rows(out), _rows(inp)
-    blas.matmul(out, inp, weight, transpose_b=True, bias=bias)
+    blas.matmul(
+        _rows(out),
+        _rows(inp),
+        weight,
+        transpose_b=True,
+        bias=bias,
+        add=None if residual is None else _rows(residual),
+    )
 
 
 def matmul_gelu_forward(out, pre, inp, weight, bias) -> None:

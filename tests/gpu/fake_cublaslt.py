@@ -189,7 +189,8 @@ class HostArray:
 
     def __init__(self, array: np.ndarray) -> None:
         self.array = array
-        self.shape, self.ndim, self.dtype = array.shape, array.ndim, array.dtype
+        self.shape, self.ndim, self.size = array.shape, array.ndim, array.size
+        self.dtype = array.dtype
 
     def is_c_contiguous(self) -> bool:
         return self.array.flags.c_contiguous

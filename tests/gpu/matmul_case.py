@@ -37,7 +37,7 @@ class Case:
     """Arrays of one product, and the float64 result of what they store.
 
     shape     batch (0: no batch dimension), M, N, K
-    options   alpha and beta of matmul; bias=True; activation="gelu" or "dgelu"
+    options   alpha and beta of matmul; bias=True; add=True; activation="gelu" or "dgelu"
     """
 
     def __init__(
@@ -77,6 +77,9 @@ class Case:
         if self.options.pop("bias", False):
             self.arrays["bias"] = bias = normal(out_storage, N)
             self.expected += values(bias)
+        if self.options.pop("add", False):
+            self.arrays["add"] = add = normal(out_storage, *lead, M, N)
+            self.expected += values(add)
         self.expected_aux = None
         if activation == "gelu":
             self.arrays["gelu_aux"] = np.empty_like(self.out)

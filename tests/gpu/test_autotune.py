@@ -95,7 +95,7 @@ def test_the_fastest_is_taken_and_taken_again(process, tmp_path, seconds, best):
 
 def test_each_kind_of_product_has_its_own(process, tmp_path):
     kinds = [{}, {"bias": True}, {"activation": "gelu"}, GELU, {"activation": "dgelu"}]
-    kinds += [{"beta": 1.0}]
+    kinds += [{"beta": 1.0}, {"add": True}]
     with process([2, 1]) as lt:
         for options in kinds:
             before = len(lt.runs)
@@ -150,6 +150,20 @@ def test_timing_does_not_add_to_out(process, options):
         address = out.device_ctypes_pointer.value
         assert [d == address for _, d in lt.runs] == [False] * (len(lt.runs) - 1) + [True]
         assert len(lt.runs) > 2
+
+
+def test_timing_an_added_array_needs_no_scratch(process):
+    def scratch(nbytes):
+        raise MemoryError
+
+    with process([2, 1]) as lt:
+        lt.patch.setattr(autotune, "_scratch", scratch)
+        case = Case(SHAPE, options={"add": True, "bias": True})
+        run, out, _ = case.on(host_array)
+        run()
+        assert case.error(out.array) <= 1e-6
+        assert {d for _, d in lt.runs} == {out.device_ctypes_pointer.value}
+        assert algorithms(lt)[-1] == 1
 
 
 def test_timing_does_not_spoil_an_out_that_is_read(process):
@@ -294,6 +308,7 @@ CASES = {
     "dweight": ((0, 768, 3072, 4096), (True, False), {"beta": 1.0}, "bfloat16", "float32"),
     "head": ((0, 512, 50304, 256), (False, True), {}, "bfloat16"),
     "tf32": ((0, 512, 768, 3072), (False, True), {"bias": True}, "float32"),
+    "fcproj": ((0, 1024, 768, 3072), (False, True), {"add": True, "bias": True}, "bfloat16"),
     "odd": ((3, 37, 40, 37), (False, False), {"alpha": 0.5, "beta": -1.0}, "float32"),
 }
 

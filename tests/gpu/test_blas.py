@@ -6,6 +6,7 @@ from numba import cuda
 
 from numbagpt.errors import UserError
 from numbagpt.gpu import blas, cublaslt
+from numbagpt.gpu.vec import bf16_to_float32, float32_to_bf16
 from tests.gpu.matmul_case import Case
 
 SHAPES = [  # batch (0: none), M, N, K
@@ -24,6 +25,8 @@ OPTIONS = [
     {"beta": 1.0},
     {"bias": True},
     {"alpha": 0.5, "beta": -2.0, "bias": True},
+    {"add": True},
+    {"alpha": -0.5, "add": True, "bias": True},
 ]
 
 
@@ -69,6 +72,24 @@ def test_gelu_of_numpy_arrays(shape, options, storage):
     case = stored(shape, (False, True), options, storage)
     tolerance = 1e-9 if storage == "float64" else TOLERANCES[storage]  # of the differences
     assert case.error(case.run()) <= tolerance
+
+
+def sum_that_bfloat16_rounds_to_258(size, with_bias, to_device, to_host) -> None:
+    """256 + 2 where the 2 is two ones: a bfloat16 of 256 + 1 is 256, whose neighbour is 258."""
+    a = np.zeros((size, size), np.float32)
+    a[:, 0] = 16.0
+    a[:, 1] = 0.0 if with_bias else 1.0  # the product is 256 or 257
+    b, ones = np.where(a == 16.0, 16.0, a).astype(np.float32), np.ones((size, size), np.float32)
+    out = to_device(np.full((size, size), 0x7FC0, np.uint16))
+    a, b, ones = (to_device(float32_to_bf16(x)) for x in (a, b, ones))
+    bias = to_device(float32_to_bf16(np.ones(size, np.float32))) if with_bias else None
+    blas.matmul(out, a, b, transpose_b=True, bias=bias, add=ones)
+    np.testing.assert_array_equal(bf16_to_float32(to_host(out)), 258.0)
+
+
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_a_bfloat16_sum_with_add_is_rounded_once(with_bias):
+    sum_that_bfloat16_rounds_to_258(5, with_bias, lambda array: array, lambda array: array)
 
 
 def test_large_values_on_numpy_arrays():
@@ -145,6 +166,18 @@ def test_alignments_reach_the_heuristic(library):
     ]
 
 
+def test_an_added_array_is_c_with_an_alignment_of_its_own(library):
+    out, a, b = (host_array(np.zeros((8, 8), np.float32)) for _ in range(3))
+    add = fake().HostArray(fake().aligned(np.ones(66, np.float32))[2:].reshape(8, 8))
+    blas.matmul(out, a, b, add=add)
+    blas.matmul(out, a, b, beta=1.0)  # C is out: another plan
+    found = [
+        (p["MIN_ALIGNMENT_C_BYTES"], p["MIN_ALIGNMENT_D_BYTES"]) for p in library.lt.preferences
+    ]
+    assert found == [(8, 256), (256, 256)]
+    np.testing.assert_array_equal(out.array, 1.0)
+
+
 def test_sums_are_float32_and_reproducible(library):
     Case((0, 5, 8, 3)).run(host_array)
     (preferences,) = library.lt.preferences
@@ -217,6 +250,28 @@ def test_columns_that_cublaslt_has_no_gelu_for():
         Case((0, 5, 12, 3), options={"activation": "dgelu"}).run(host_array)
 
 
+@pytest.mark.parametrize("other", [{"beta": 1.0}, {"gelu_aux": None}, {"dgelu_aux": None}])
+def test_add_excludes_what_else_reads_or_writes_a_matrix(other):
+    x = np.zeros((8, 8), np.float32)
+    with pytest.raises(ValueError, match="add goes with neither beta nor an aux array"):
+        blas.matmul(x, x, x, add=x, **{k: x if v is None else v for k, v in other.items()})
+
+
+@pytest.mark.usefixtures("library")
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("start", [0, 63, 64])
+def test_add_is_apart_from_out(start, on_device):
+    memory, x = np.zeros(128, np.float32), np.ones((8, 8), np.float32)
+    arrays = memory[:64].reshape(8, 8), x, x, memory[start : start + 64].reshape(8, 8)
+    out, a, b, add = (fake().HostArray(y) if on_device else y for y in arrays)
+    if start < 64:
+        with pytest.raises(ValueError, match="add overlaps out; expected arrays of their own"):
+            blas.matmul(out, a, b, add=add)
+    else:
+        blas.matmul(out, a, b, add=add)
+        np.testing.assert_array_equal(memory, [8.0] * 64 + [0.0] * 64)
+
+
 @pytest.mark.parametrize("other", ["bias", "gelu_aux"])
 def test_options_that_exclude_each_other(other):
     x = np.zeros((8, 8), np.float32)
@@ -249,10 +304,11 @@ def test_shapes_that_do_not_fit(out, a, b, bias, transpose_a):
     assert f"stored as {a}" in str(error.value)
 
 
-@pytest.mark.parametrize("name", ["gelu_aux", "dgelu_aux"])
-def test_aux_has_the_shape_of_out(name):
+@pytest.mark.parametrize("name", ["add", "gelu_aux", "dgelu_aux"])
+def test_add_and_aux_have_the_shape_of_out(name):
     x = np.zeros((8, 8), np.float32)
-    with pytest.raises(ValueError, match=r"aux \(8, 4\); expected.* aux like out"):
+    found = "add" if name == "add" else "aux"
+    with pytest.raises(ValueError, match=found + r" \(8, 4\); expected.* add and aux like out"):
         blas.matmul(x, x, x, **{name: np.zeros((8, 4), np.float32)})
 
 
@@ -264,8 +320,8 @@ WRONG_TYPES = [
     ("Hff", "a bfloat16 out only of bfloat16 inputs"),
     ("fHf", "a and b alike"),
     ("HHHf", "a bfloat16 out takes a bfloat16 bias"),
-    ("fHHH", "bias and aux like out"),
-    ("HHHHf", "bias and aux like out"),
+    ("fHHH", "bias, add and aux like out"),
+    ("HHHHf", "bias, add and aux like out"),
 ]
 
 
@@ -292,6 +348,14 @@ def test_device_types_that_do_not_go_together(types, message):
     arrays, keywords = arrays_of(types, host_array)
     with pytest.raises(TypeError, match=message):
         blas.matmul(*arrays, **keywords)
+
+
+@pytest.mark.usefixtures("library")
+@pytest.mark.parametrize("make", [lambda array: array, host_array], ids=["NumPy", "device"])
+def test_an_added_array_has_the_type_of_out(make):
+    x = make(np.zeros((8, 8), np.uint16))
+    with pytest.raises(TypeError, match="bias, add and aux like out"):
+        blas.matmul(x, x, x, add=make(np.zeros((8, 8), np.float32)))
 
 
 @pytest.mark.usefixtures("library")
@@ -411,6 +475,42 @@ def test_gelu_of_offset_vectors_on_the_gpu(precision):
         return view
 
     assert case.error(case.run(to_device, from_gpu)) <= GPU_TOLERANCES[precision]
+
+
+ADD_SHAPES = [(0, 1, 1, 1), (0, 37, 36, 37), (0, 37, 144, 40), (3, 37, 12, 37), (0, 999, 768, 3072)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tuned", [True, False])
+@pytest.mark.parametrize("with_bias", [True, False])
+@pytest.mark.parametrize("shape", ADD_SHAPES)
+@pytest.mark.parametrize("precision", GPU_TOLERANCES)
+def test_add_on_the_gpu(shape, with_bias, tuned, precision):
+    """Also of an array that is aligned to one element and no more."""
+    blas.set_precision(precision)
+    blas.set_autotune(tuned)
+    storage = "bfloat16" if precision == "bf16" else "float32"
+    case = stored(shape, (False, True), {"add": True, "bias": with_bias}, storage)
+    first, again = (case.run(cuda.to_device, from_gpu) for _ in range(2))
+    assert case.error(first) <= GPU_TOLERANCES[precision]
+    np.testing.assert_array_equal(first, again)
+
+    def offset_add(array):
+        if array is not case.arrays["add"]:
+            return cuda.to_device(array)
+        view = cuda.device_array(array.size + 1, array.dtype)[1:].reshape(array.shape)
+        view.copy_to_device(array)
+        return view
+
+    assert case.error(case.run(offset_add, from_gpu)) <= GPU_TOLERANCES[precision]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("size", "with_bias"), [(8, True), (40, True), (768, True), (37, False), (64, False)]
+)
+def test_a_bfloat16_sum_with_add_is_rounded_once_on_the_gpu(size, with_bias):
+    sum_that_bfloat16_rounds_to_258(size, with_bias, cuda.to_device, from_gpu)
 
 
 @pytest.mark.gpu

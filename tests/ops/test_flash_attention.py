@@ -24,6 +24,8 @@ from numbagpt.ops.flash_tile import HEADS_TOGETHER, tile_grid
 TOLERANCE = {np.uint16: 5e-3, np.float32: 2e-3}
 # Scores of bf16 are sums of exact products; those of TF32 have 11 bits of q and k.
 LSE_TOLERANCE = {np.uint16: 1e-5, np.float32: 2e-3}
+# A column sum of dqkv is taken before dqkv is rounded to its storage; bf16 has 8 bits.
+SUM_TOLERANCE = {np.uint16: 2**-8, np.float32: 1e-6}
 
 
 class Problem:
@@ -42,15 +44,23 @@ class Problem:
 
         self.expected_out, self.expected_lse = np.empty((B, T, C)), np.empty((B, NH, T))
         self.expected_dqkv = np.empty((B, T, 3 * C))
+        self.dqkvb_before = generator.standard_normal(3 * C).astype(np.float32)
+        self.expected_dqkvb = self.dqkvb_before.astype(np.float64)
         qkv, dout = self.values(self.qkv), self.values(self.dout)
         flash_attention_forward_reference(self.expected_out, self.expected_lse, qkv)
         flash_attention_backward_reference(
-            self.expected_dqkv, dout, qkv, self.expected_out, self.expected_lse, None
+            self.expected_dqkv,
+            dout,
+            qkv,
+            self.expected_out,
+            self.expected_lse,
+            None,
+            dqkvb=self.expected_dqkvb,
         )
 
         self.out, self.dqkv = self.poison(B, T, C), self.poison(B, T, 3 * C)
         self.lse = poisoned((B, NH, T))
-        self.scratch = poisoned(flash_attention_scratch(B, T, NH))
+        self.scratch = poisoned(flash_attention_scratch(B, T, C, NH))
 
     def stored(self, x):
         return float32_to_bf16(x) if self.storage is np.uint16 else x.astype(np.float32)
@@ -63,6 +73,7 @@ class Problem:
         return np.full(shape, 0xFFFF, np.uint16) if self.storage is np.uint16 else poisoned(shape)
 
     def run(self, place, variant):
+        self.dqkvb = self.dqkvb_before.copy()
         place.run(flash_attention_forward, self.out, self.lse, self.qkv, variant=variant)
         place.run(
             flash_attention_backward,
@@ -72,8 +83,12 @@ class Problem:
             self.out,
             self.lse,
             self.scratch,
+            dqkvb=self.dqkvb,
             variant=variant,
         )
+
+    def outputs(self):
+        return [x.copy() for x in (self.out, self.lse, self.dqkv, self.dqkvb)]
 
     def check(self):
         B, NH, T, HS = self.shape
@@ -91,6 +106,25 @@ class Problem:
             else:
                 error = relative_error(found[:, :, i], expected[:, :, i])
                 assert error < tolerance, f"{name}: {error}"
+        self.check_dqkvb()
+
+    def check_dqkvb(self):
+        """Against float64, and closer against the sum of the dqkv that was stored.
+
+        Errors are held against the root of the sum of squares of a column, not its sum: positive
+        and negative numbers cancel, and those of dk, but for rounding, do so exactly.
+        """
+        B, NH, T, HS = self.shape
+        stored = self.values(self.dqkv).sum((0, 1)) + self.dqkvb_before
+        size = np.linalg.norm(self.expected_dqkv.reshape(B * T, 3, NH * HS), axis=(0, 2))
+        if T == 1:  # dq and dk are zero, see above
+            size[:2] = math.sqrt(B * NH * HS)
+        for expected, tolerance in (
+            (self.expected_dqkvb, TOLERANCE[self.storage]),
+            (stored, SUM_TOLERANCE[self.storage]),
+        ):
+            error = np.linalg.norm((self.dqkvb - expected).reshape(3, -1), axis=1)
+            assert (error < tolerance * size).all(), f"dqkvb: {error / size}"
 
 
 def skip_unless_supported(place, variant, HS, storage):
@@ -166,10 +200,10 @@ def test_reruns_are_identical(gpu, variant, storage, HS):
     skip_unless_supported(gpu, variant, HS, storage)
     problem = Problem(8, 12, 777, HS, storage)
     problem.run(gpu, variant)
-    first = [x.copy() for x in (problem.out, problem.lse, problem.dqkv)]
+    first = problem.outputs()
     for _ in range(10):
         problem.run(gpu, variant)
-        for found, before in zip((problem.out, problem.lse, problem.dqkv), first, strict=True):
+        for found, before in zip(problem.outputs(), first, strict=True):
             np.testing.assert_array_equal(found, before)
 
 
@@ -214,9 +248,10 @@ def test_backward_reference_is_the_gradient():
 
     expected = finite_difference(forward, qkv, dout)
     forward(qkv)
-    dqkv = poisoned(qkv.shape, np.float64)
-    flash_attention_backward_reference(dqkv, dout, qkv, out, lse, None)
+    dqkv, dqkvb = poisoned(qkv.shape, np.float64), np.ones(qkv.shape[-1])
+    flash_attention_backward_reference(dqkv, dout, qkv, out, lse, None, dqkvb=dqkvb)
     assert relative_error(dqkv, expected) < 1e-8
+    assert relative_error(dqkvb, 1 + expected.sum((0, 1))) < 1e-8
 
 
 # ---- choice and launch ---------------------------------------------------------------------------

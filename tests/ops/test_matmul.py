@@ -48,6 +48,34 @@ def test_forward(place, rng, shape, with_bias):
 
 @pytest.mark.parametrize("with_bias", [True, False], ids=["bias", "no bias"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_forward_into_the_residual_stream(place, rng, shape, with_bias):
+    B, T, C, OC = shape
+    inp, weight, residual = random(rng, B, T, C), random(rng, OC, C), random(rng, B, T, OC)
+    bias = random(rng, OC) if with_bias else None
+    expected = np.einsum("btc,oc->bto", inp.astype(np.float64), weight.astype(np.float64))
+    expected += residual
+    if with_bias:
+        expected += bias
+    for forward in (lambda *arrays: place.run(matmul_forward, *arrays), matmul_forward_reference):
+        out = poisoned((B, T, OC))
+        forward(out, inp, weight, bias, residual)
+        assert relative_error(out, expected) <= 1e-5
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 8, 8), (2, 37, 40, 72)], ids=str)
+def test_bf16_forward_into_the_residual_stream(place, rng, shape):
+    B, T, C, OC = shape
+    arrays = random(rng, B, T, C), random(rng, OC, C), random(rng, OC), random(rng, B, T, OC)
+    stored = [float32_to_bf16(array) for array in arrays]
+    wide = [bf16_to_float32(array).astype(np.float64) for array in stored]
+    matmul_forward_reference(expected := poisoned((B, T, OC), np.float64), *wide)
+    out = np.full((B, T, OC), 0x7FC0, np.uint16)  # NaN
+    place.run(matmul_forward, out, *stored)
+    assert relative_error(bf16_to_float32(out), expected) <= 4e-3
+
+
+@pytest.mark.parametrize("with_bias", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_backward(place, rng, shape, with_bias):
     B, T, C, OC = shape
     inp, weight, dout = random(rng, B, T, C), random(rng, OC, C), random(rng, B, T, OC)
