@@ -27,7 +27,7 @@ from numbagpt.gpu.kernel import ceil_div, device_function, kernel
 from numbagpt.gpu.ptx import exp2
 from numbagpt.gpu.reduce import LOWEST, WARP_SIZE, warp_max, warp_sum
 from numbagpt.gpu.vec import MAX_WIDTH, load, store, width
-from numbagpt.ops.rows import lane_of
+from numbagpt.ops.rows import lane_of_warp
 
 LOG2_E = 1 / math.log(2)
 # Warps of a block, one row each.
@@ -94,7 +94,7 @@ def parts_of_row(arr, row, T):
 @device_function
 def edge_of_lane(arr, begin, head, tail, end):
     """Index of this lane's edge value, and whether it has one."""
-    lane = lane_of(WARP_SIZE)
+    lane = lane_of_warp()
     if lane < width(arr):
         return begin + lane, begin + lane < head
     i = tail + lane - width(arr)
@@ -104,7 +104,7 @@ def edge_of_lane(arr, begin, head, tail, end):
 @device_function
 def load_piece(x, part, arr, piece, tail, outside):
     """x = this lane's values of a piece, `outside` from the tail on; part: MAX_WIDTH registers."""
-    first = piece + lane_of(WARP_SIZE) * width(arr)
+    first = piece + lane_of_warp() * width(arr)
     room = int32(tail - first)
     for n in range(VALUES // width(arr)):
         if n * WARP_SIZE * width(arr) < room:
@@ -119,7 +119,7 @@ def load_piece(x, part, arr, piece, tail, outside):
 @device_function
 def store_piece(arr, piece, tail, x, part):
     """Put x where load_piece would find it."""
-    first = piece + lane_of(WARP_SIZE) * width(arr)
+    first = piece + lane_of_warp() * width(arr)
     room = int32(tail - first)
     for n in range(VALUES // width(arr)):
         if n * WARP_SIZE * width(arr) < room:
