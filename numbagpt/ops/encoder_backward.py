@@ -22,8 +22,8 @@ from numbagpt.gpu.reduce import FULL_MASK, WARP_SIZE
 from numbagpt.gpu.vec import MAX_WIDTH, load, store, width
 
 # Threads of a block, and how many blocks are to fit on a multiprocessor: what its registers allow.
-BLOCK = 512
-RESIDENT_BLOCKS = 2
+BLOCK = 256
+RESIDENT_BLOCKS = 5
 WARPS = BLOCK // WARP_SIZE
 # Threads that read one row together, 16 bytes each. The blocks work through the channels slice by
 # slice of so many bytes, so that the cache need only hold a slice of dout for its second use.
@@ -32,17 +32,17 @@ GROUPS = BLOCK // LANES
 # A run of this length or more is long: the work of a block. Its threads read rows in teams of
 # fewer lanes, each team its own rows, so that there are more teams, and fewer rows for each.
 LONG_RUN = 56
-TEAM = 8
+TEAM = 4
 TEAMS = BLOCK // TEAM
 WARP_TEAMS = WARP_SIZE // TEAM
 PARTS = LANES // TEAM
 # Blocks along the long runs for each part of a slice, and along the short runs for each slice.
-LONG_BLOCKS = 32
-SHORT_BLOCKS = 256
+LONG_BLOCKS = 24
+SHORT_BLOCKS = 512
 # Rows under way at a time: of a long run, of a short one, of a position's. Registers for them.
-LONG_ROWS = 7
+LONG_ROWS = 5
 SHORT_ROWS = 4
-SEQUENCES = 8
+SEQUENCES = 4
 ROW_VALUES = max(LONG_ROWS, SHORT_ROWS, SEQUENCES) * MAX_WIDTH
 # Sums of the warps of a block, whichever way dout is stored.
 ALL_SUMS = WARPS * TEAM * MAX_WIDTH

@@ -91,7 +91,7 @@ def test_backward_leaves_other_rows_alone(place: Place) -> None:
 
 
 # Around every length at which the work is divided otherwise: 56 places make a run long, of which 64
-# teams have 7 rows each under way, and 4 rows of a short run are.
+# teams have 5 rows each under way, and 4 rows of a short run are.
 LENGTHS = [470, 130, 90, 64, 57, 56, 55, 54, 41, 33, 32, 31, 17, 16, 15, 13, 12, 11, 9, 9, 8, 8, 8]
 LENGTHS += [7, 7, 7, 6, 5, 4, 4, 3, 3, 3, 2, 2, 2, 2, 2] + 30 * [1]
 
