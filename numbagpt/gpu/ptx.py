@@ -21,7 +21,7 @@ from numbagpt.gpu.instruction import (
     instruction,
 )
 from numbagpt.gpu.simulator import checked_slice, register_meaning
-from numbagpt.gpu.vec import bf16_to_float32, float32_to_bf16
+from numbagpt.gpu.vec import float32_to_bf16
 
 # ---- arithmetic: one instruction each, with the last bit or two of the result uncertain ----------
 
@@ -73,18 +73,6 @@ def pack_bf16_in_order(low, high):
     Needed where the word's register is an operand of an asynchronous product: see wgmma.py.
     """
     return _pack_bf16(low, high)
-
-
-@instruction("shl.b32 $result, $word, 16;", result=F32, word=I32)
-def bf16_low(word):
-    """The bf16 in bits 0-15 of a word, as float32."""
-    return bf16_to_float32(np.uint16(word & 0xFFFF))[()]
-
-
-@instruction("and.b32 $result, $word, 0xffff0000;", result=F32, word=I32)
-def bf16_high(word):
-    """The bf16 in bits 16-31 of a word, as float32."""
-    return bf16_to_float32(np.uint16(word >> 16 & 0xFFFF))[()]
 
 
 # ---- shared memory -------------------------------------------------------------------------------

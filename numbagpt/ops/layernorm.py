@@ -108,12 +108,12 @@ def normalize_row(x, m, s, weight, bias, w, b, C):
                 x[i] = (x[i] - m) * s * w[k] + b[k]
 
 
-def resident_blocks(C: int, rows: int) -> int:
-    """Blocks of WARPS warps that a multiprocessor should hold of a kernel that keeps so many rows.
+def resident_blocks(C: int) -> int:
+    """Blocks that a multiprocessor should hold: as many as the registers suffice for.
 
-    As many as the registers suffice for, with room for the weights on their way and 12 more.
+    A lane needs them for its part of a row, for as many weights on their way, and 12 more.
     """
-    per_thread = (rows + 1) * values_per_lane(C) + 12
+    per_thread = 2 * values_per_lane(C) + 12
     return min(6, max(1, REGISTERS // (WARPS * WARP_SIZE * per_thread)))
 
 
@@ -126,7 +126,7 @@ def forward_kernel(C: int) -> Kernel:
         void(*[float32[::1]] * 6, int32),
         void(uint16[::1], float32[::1], float32[::1], *[uint16[::1]] * 3, int32),
         max_threads=WARPS * WARP_SIZE,
-        min_blocks=resident_blocks(C, 1),
+        min_blocks=resident_blocks(C),
     )
     def layernorm_forward_kernel(out, mean, rstd, inp, weight, bias, N):
         """out = (inp - mean) rstd weight + bias for each row, and its mean and rstd.
