@@ -9,16 +9,20 @@
 and, for the linear layer of the MLP that a GELU follows, the two in one.
 
 The products are cuBLASLt's, which adds the bias while out is still in registers, and the residual
-or dweight's old value likewise. The sum over rows is a kernel of ours.
+or dweight's old value likewise. The sum over rows is a kernel of ours, in column_sum.py.
 """
 
 import numpy as np
-from numba import cuda, float32, int32, int64, uint16, void
 
 from numbagpt.gpu import blas
-from numbagpt.gpu.kernel import ceil_div, kernel
-from numbagpt.gpu.reduce import WARP_SIZE
-from numbagpt.gpu.vec import MAX_WIDTH, load, width
+from numbagpt.gpu.kernel import ceil_div
+from numbagpt.ops.column_sum import (
+    THREADS,
+    add_partials,
+    chunk_grid,
+    column_sum_kernel,
+    partials_size,
+)
 from numbagpt.ops.gelu import (
     gelu_backward,
     gelu_backward_reference,
@@ -26,12 +30,9 @@ from numbagpt.ops.gelu import (
     gelu_forward_reference,
 )
 
-WARPS = 8
-THREADS = WARPS * WARP_SIZE
-SHARED_SIZE = THREADS * MAX_WIDTH
-# Blocks that share the work: enough to keep all multiprocessors of a large GPU reading. A constant,
-# not asked of the GPU, so that the order of the additions is the same on all of them.
-TARGET_BLOCKS = 512
+# Blocks that share the sum over rows: enough to keep all multiprocessors of a large GPU reading. A
+# constant, not asked of the GPU, so that the order of the additions is the same on all of them.
+BLOCKS = 512
 
 
 def _rows(array):
@@ -94,61 +95,9 @@ def matmul_backward_reference(
         np.matmul(_rows(dout).T, _rows(inp), out=dweight)
 
 
-@kernel(
-    void(float32[::1], float32[::1], int64, int32, int32, int32),
-    void(float32[::1], uint16[::1], int64, int32, int32, int32),
-    max_threads=THREADS,
-)
-def column_sum_kernel(out, inp, N, OC, chunk_rows, accumulate):
-    """out[chunk, o] = sum of inp[n, o] over the chunk's rows (+= where accumulate is not 0).
-
-    Grid (blocks along OC, chunks of rows). A warp reads 32 vectors of a row at a time, so that each
-    lane has `width` columns of its own, and the block's warps take the chunk's rows in turn. Their
-    sums meet in shared memory and are added in the order of the warps. Reads each value once:
-    4 N OC bytes (float32).
-    """
-    shared = cuda.shared.array(SHARED_SIZE, float32)
-    sums = cuda.local.array(MAX_WIDTH, float32)
-    x = cuda.local.array(MAX_WIDTH, float32)
-    warp = cuda.threadIdx.x // WARP_SIZE
-    lane = cuda.threadIdx.x % WARP_SIZE
-    columns = WARP_SIZE * width(inp)
-    first_column = cuda.blockIdx.x * columns
-    column = first_column + lane * width(inp)
-
-    for k in range(width(inp)):
-        sums[k] = float32(0)
-    if column < OC:
-        first_row = int64(cuda.blockIdx.y) * chunk_rows
-        for n in range(first_row + warp, min(first_row + chunk_rows, N), WARPS):
-            load(x, inp, n * OC + column)
-            for k in range(width(inp)):
-                sums[k] += x[k]
-    for k in range(width(inp)):
-        shared[warp * columns + lane * width(inp) + k] = sums[k]
-    cuda.syncthreads()
-
-    thread = cuda.threadIdx.x
-    if thread < columns and first_column + thread < OC:
-        total = float32(0)
-        for w in range(WARPS):
-            total += shared[w * columns + thread]
-        i = int64(cuda.blockIdx.y) * OC + first_column + thread
-        if accumulate != 0:
-            out[i] += total
-        else:
-            out[i] = total
-
-
-def _chunks(N: int, column_blocks: int) -> int:
-    """Into how many chunks of rows the first pass is cut."""
-    return max(1, min(TARGET_BLOCKS // column_blocks, ceil_div(N, 4 * WARPS)))
-
-
 def matmul_backward_bias_scratch(N: int, OC: int) -> int:
     """Number of float32 values that matmul_backward_bias needs for N rows of OC columns."""
-    # bf16 rows make for fewer blocks along OC, hence more chunks, than float32 ones
-    return _chunks(N, ceil_div(OC, WARP_SIZE * MAX_WIDTH)) * OC
+    return partials_size(N, OC, BLOCKS)
 
 
 def matmul_backward_bias(dbias, dout, scratch) -> None:
@@ -157,17 +106,13 @@ def matmul_backward_bias(dbias, dout, scratch) -> None:
     dbias    (OC,)       float32
     dout     (..., OC)   float32, OC divisible by 4, or bf16, OC divisible by 8
     scratch  float32, at least matmul_backward_bias_scratch(N, OC) values, overwritten
-
-    Two passes of one kernel: sums of chunks of rows into scratch, then the sum of those.
     """
     OC = dout.shape[-1]
     N = dout.size // OC
-    column_blocks = ceil_div(OC * dout.dtype.itemsize, WARP_SIZE * 16)
-    chunks = _chunks(N, column_blocks)
+    strips, chunks = chunk_grid(N, OC, dout.dtype.itemsize, BLOCKS)
     chunk_rows = ceil_div(N, chunks)
-    column_sum_kernel[(column_blocks, chunks), THREADS](scratch, dout, N, OC, chunk_rows, 0)
-    column_blocks = ceil_div(OC * dbias.dtype.itemsize, WARP_SIZE * 16)
-    column_sum_kernel[column_blocks, THREADS](dbias, scratch, chunks, OC, chunks, 1)
+    column_sum_kernel[(strips, chunks), THREADS](scratch, dout, N, OC, chunk_rows, 0)
+    add_partials(dbias, scratch, chunks)
 
 
 def matmul_forward(out, inp, weight, bias, residual=None) -> None:
