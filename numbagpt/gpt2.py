@@ -203,8 +203,9 @@ class GPT2(ModelState):
             residual = acts.layers[l - 1].residual3 if l else acts.encoded
             with annotate(f"layer {l} backward"):
                 self._recompute(l, residual)
-                matmul_backward(dbt4c, g.fcprojw, None, dresidual, a.fch_gelu, w.fcprojw, pre=a.fch)
-                matmul_backward(dbtc, g.fcw, g.fcb, dbt4c, a.ln2, w.fcw)
+                matmul_backward(dbt4c, g.fcprojw, None, dresidual, a.fch_gelu, w.fcprojw)
+                ops.gelu_backward(dbt4c, g.fcb, dbt4c, a.fch, dacts.scratch)
+                matmul_backward(dbtc, g.fcw, None, dbt4c, a.ln2, w.fcw)
                 layernorm_backward(
                     dresidual,
                     g.ln2w,

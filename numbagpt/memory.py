@@ -6,6 +6,7 @@ import numpy as np
 
 from numbagpt.config import GPT2Config
 from numbagpt.ops.flash_attention import flash_attention_scratch
+from numbagpt.ops.gelu import gelu_backward_scratch
 from numbagpt.ops.layernorm import layernorm_backward_scratch
 from numbagpt.ops.matmul import matmul_backward_bias_scratch
 from numbagpt.tensors import (
@@ -82,7 +83,8 @@ class MemoryPlan:
         return max(
             layernorm_backward_scratch(N, C),
             flash if self.attention == "flash" else 0,
-            *(matmul_backward_bias_scratch(N, OC) for OC in (C, 3 * C, 4 * C)),
+            gelu_backward_scratch(N, 4 * C),
+            matmul_backward_bias_scratch(N, 3 * C),
         )
 
     @property

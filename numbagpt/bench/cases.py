@@ -19,7 +19,7 @@ from numbagpt.ops.flash_attention import (
     flash_attention_forward,
     flash_attention_scratch,
 )
-from numbagpt.ops.gelu import gelu_backward, gelu_forward
+from numbagpt.ops.gelu import gelu_backward, gelu_backward_scratch, gelu_forward
 from numbagpt.ops.global_norm import global_norm, global_norm_partials
 from numbagpt.ops.layernorm import (
     layernorm_backward,
@@ -27,7 +27,6 @@ from numbagpt.ops.layernorm import (
     layernorm_forward,
 )
 from numbagpt.ops.matmul import (
-    matmul_backward,
     matmul_backward_bias,
     matmul_backward_bias_scratch,
     matmul_forward,
@@ -160,10 +159,11 @@ def cases(config: GPT2Config, B: int, T: int, storage: type = np.float32) -> Ite
     )
     wide = f"({B}, {T}, {4 * C})"
     yield case("gelu_forward", wide, call(gelu_forward, x(N, 4 * C), x(N, 4 * C)), 8 * act)
+    scratch = floats(gelu_backward_scratch(N, 4 * C))
     yield case(
         "gelu_backward",
         wide,
-        call(gelu_backward, x(N, 4 * C), x(N, 4 * C), x(N, 4 * C)),
+        call(gelu_backward, x(N, 4 * C), f(4 * C), x(N, 4 * C), x(N, 4 * C), scratch),
         12 * act,
     )
     scratch = floats(matmul_backward_bias_scratch(N, 4 * C))
@@ -234,16 +234,6 @@ def cases(config: GPT2Config, B: int, T: int, storage: type = np.float32) -> Ite
         s * (N * C + 4 * C * C + 8 * N * C),
         8 * N * C * C,
     )
-    yield case(
-        "matmul_backward fcproj",
-        "dX with dGELU, and dW",
-        call(
-            _dgelu,
-            *(x(N, 4 * C), f(C, 4 * C), x(N, C), x(N, 4 * C), x(C, 4 * C), x(N, 4 * C)),
-        ),
-        s * (2 * N * C + 4 * C * C + 12 * N * C) + 32 * C * C,
-        16 * N * C * C,
-    )
     for name, K, OC in (
         ("qkv", C, 3 * C),
         ("attproj", C, C),
@@ -311,10 +301,6 @@ def _materialized_attention(B, T, C, NH, HS, call, f) -> Iterator[Case]:
         16 * act + 6 * att,
         2 * flops,
     )
-
-
-def _dgelu(dinp: object, dweight: object, dout: object, inp: object, weight: object, pre: object):
-    matmul_backward(dinp, dweight, None, dout, inp, weight, None, pre=pre)
 
 
 def _classifier(V: int) -> Callable:

@@ -169,6 +169,9 @@ def operations(config: GPT2Config, B: int, T: int, storage: type) -> dict[str, C
     def gelu(x: torch.Tensor) -> torch.Tensor:
         return F.gelu(x, approximate="tanh")
 
+    def gelu_of_sum(x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return gelu(x + bias)
+
     def layernorm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         return F.layer_norm(x, (C,), weight, bias)
 
@@ -189,7 +192,7 @@ def operations(config: GPT2Config, B: int, T: int, storage: type) -> dict[str, C
         "layernorm_backward": gradient(layernorm, rows, (C,), (C,)),
         "residual_forward": call(torch.add, rows, rows),
         "gelu_forward": call(gelu, wide),
-        "gelu_backward": gradient(gelu, wide),
+        "gelu_backward": gradient(gelu_of_sum, wide, (4 * C,)),
         "matmul_backward_bias": call(lambda dout: dout.sum(0), wide),
         "flash_attention_forward": call(attention, (B, T, 3 * C)),
         "flash_attention_backward": gradient(attention, (B, T, 3 * C)),

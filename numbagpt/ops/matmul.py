@@ -23,12 +23,7 @@ from numbagpt.ops.column_sum import (
     column_sum_kernel,
     partials_size,
 )
-from numbagpt.ops.gelu import (
-    gelu_backward,
-    gelu_backward_reference,
-    gelu_forward,
-    gelu_forward_reference,
-)
+from numbagpt.ops.gelu import gelu_forward, gelu_forward_reference
 
 # Blocks that share the sum over rows: enough to keep all multiprocessors of a large GPU reading. A
 # constant, not asked of the GPU, so that the order of the additions is the same on all of them.
@@ -81,14 +76,11 @@ def matmul_backward_reference(
     scratch: np.ndarray | None,
     *,
     accumulate: bool = True,
-    pre: np.ndarray | None = None,
 ) -> None:
     """What matmul_backward computes, in NumPy and in the arrays' own precision."""
     if dbias is not None:
         matmul_backward_bias_reference(dbias, dout, scratch)
     np.matmul(_rows(dout), weight, out=_rows(dinp))
-    if pre is not None:
-        gelu_backward_reference(dinp, pre, dinp)
     if accumulate:
         dweight += _rows(dout).T @ _rows(inp)
     else:
@@ -160,29 +152,18 @@ def matmul_gelu_forward(out, pre, inp, weight, bias) -> None:
         gelu_forward(out, pre)
 
 
-def matmul_backward(
-    dinp, dweight, dbias, dout, inp, weight, scratch, *, accumulate=True, pre=None
-) -> None:
+def matmul_backward(dinp, dweight, dbias, dout, inp, weight, scratch, *, accumulate=True) -> None:
     """Gradients of matmul_forward.
 
-    dinp        (..., C)          written
-    dweight     (OC, C)           += with accumulate, else =
-    dbias       (OC,) or None     +=
+    dinp        (..., C)        written
+    dweight     (OC, C)         += with accumulate, else =
+    dbias       (OC,) or None   +=
     dout        (..., OC)
-    inp, weight                   as in matmul_forward
-    scratch                       as in matmul_backward_bias; unused where dbias is None
-    pre         (..., C) or None  where inp is gelu(pre): dinp becomes the gradient of pre
-
-    The GELU's derivative is cuBLASLt's epilogue in bf16 (149 µs against 110 + 69) and a kernel of
-    its own in float32.
+    inp, weight                 as in matmul_forward
+    scratch                     as in matmul_backward_bias; unused where dbias is None
     """
     if dbias is not None:
         matmul_backward_bias(dbias, dout, scratch)
     dinp, dout, inp = _rows(dinp), _rows(dout), _rows(inp)
-    if pre is not None and dinp.dtype == np.uint16:
-        blas.matmul(dinp, dout, weight, dgelu_aux=_rows(pre))
-    else:
-        blas.matmul(dinp, dout, weight)
-        if pre is not None:
-            gelu_backward(dinp, pre, dinp)
+    blas.matmul(dinp, dout, weight)
     blas.matmul(dweight, dout, inp, transpose_a=True, beta=1.0 if accumulate else 0.0)
