@@ -39,15 +39,15 @@ def choose(
 ) -> tuple[np.ndarray, bool]:
     """The fastest of a plan's algorithms, and whether timing said so or there was no room for it.
 
-    out, a, b, extra   addresses of the arrays of the plan's first call, extra being add or aux; out
-                       may be overwritten with the product
+    out, a, b, extra   addresses of the arrays of the plan's first call, extra being add or
+                       gelu_aux; out may be overwritten with the product
     Raises BlasError if none of them works; GraphError while a graph is being captured, when
     nothing runs.
     """
     if _capturing():
         raise GraphError(f"the algorithm of {plan.problem} is not chosen yet")
     # Where out is read too, repeats would spoil it.
-    if plan.problem.accumulates or out in (a, b, extra):
+    if plan.problem.accumulates:
         memory = _scratch(plan.problem.out_bytes)
     else:
         memory = contextlib.nullcontext(out)

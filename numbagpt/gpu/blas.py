@@ -2,7 +2,7 @@
 
 out = alpha * op(a) @ op(b) + beta * out + bias + add
 
-and, in the same pass over out, what a GELU behind or before the product needs: see `matmul`.
+and, in the same pass over out, the GELU of that: see `matmul`.
 """
 
 from typing import Any
@@ -25,7 +25,7 @@ _ALLOWED = {  # storage of a and b, of out
     ("bfloat16", "float32"),
     ("float64", "float64"),
 }
-_AUX_COLUMNS = 8  # of the columns of an aux array: cuBLASLt takes multiples of that
+_AUX_COLUMNS = 8  # of the columns of gelu_aux: cuBLASLt takes multiples of that
 
 _precision = "fp32"
 _autotune = True
@@ -76,7 +76,6 @@ def matmul(
     bias: Any = None,
     add: Any = None,
     gelu_aux: Any = None,
-    dgelu_aux: Any = None,
 ) -> None:
     """out (M, N) = alpha * op(a) (M, K) @ op(b) (K, N) + beta * out + bias (N,) + add (M, N).
 
@@ -85,17 +84,15 @@ def matmul(
     out is not read. bias is added to every row.
 
     add         shaped like out, but apart from it in memory: added in float32, before the sum is
-                rounded to out's type; takes neither beta nor an aux array
+                rounded to out's type; takes neither beta nor gelu_aux
     gelu_aux    shaped like out: is given the sum above, and out the GELU of it (tanh form)
-    dgelu_aux   shaped like out: out is the sum above times GELU'(dgelu_aux); takes no bias.
-                What gelu_aux was in the forward pass, dgelu_aux is in the backward pass.
 
     Device arrays (C-contiguous): a and b both float32, or both uint16 holding bfloat16; out float32
-    or, for bfloat16 inputs, uint16. bias, add and the aux array are of out's type; bias and the aux
-    array start on a 16-byte boundary; with an aux array, N is a multiple of 8. The product is
-    queued on the current stream. Call from one thread: plans and workspace are shared. The same
-    call gives the same bits again, also in another process. The first call of its kind may run the
-    product several times.
+    or, for bfloat16 inputs, uint16. bias, add and gelu_aux are of out's type; bias and gelu_aux
+    start on a 16-byte boundary; with gelu_aux, N is a multiple of 8. The product is queued on the
+    current stream. Call from one thread: plans and workspace are shared. The same call gives the
+    same bits again, also in another process. The first call of its kind may run the product several
+    times.
     A bfloat16 out is rounded once, as measured on an H200 and with two exceptions: with beta, the
     rest of the sum is rounded before it is added to out in memory; with bias, the sum without it
     may be, unless N is a multiple of 8 and add starts on a 16-byte boundary.
@@ -104,27 +101,24 @@ def matmul(
     Raises ValueError or TypeError for arrays that do not go together, BlasError if cuBLASLt fails,
     UserError if CUDA cannot be used or the GPU lacks the precision.
     """
-    aux = dgelu_aux if gelu_aux is None else gelu_aux
-    if dgelu_aux is not None and (gelu_aux is not None or bias is not None):
-        raise ValueError("matmul: dgelu_aux goes with neither bias nor gelu_aux")
-    if add is not None and (beta != 0.0 or aux is not None):
-        raise ValueError("matmul: add goes with neither beta nor an aux array")
-    shape = _shape(out, a, b, bias, add, aux, transpose_a, transpose_b)
-    storage, out_storage = _storage(out, a, b, bias, add, aux)
+    if add is not None and (beta != 0.0 or gelu_aux is not None):
+        raise ValueError("matmul: add goes with neither beta nor gelu_aux")
+    shape = _shape(out, a, b, bias, add, gelu_aux, transpose_a, transpose_b)
+    storage, out_storage = _storage(out, a, b, bias, add, gelu_aux)
     if add is not None and _overlap(out, add):
         raise ValueError("matmul: add overlaps out; expected arrays of their own, or beta = 1")
     if isinstance(out, np.ndarray):
         a = a.swapaxes(-1, -2) if transpose_a else a
         b = b.swapaxes(-1, -2) if transpose_b else b
-        blas_numpy.matmul(out, a, b, alpha, beta, bias, add, gelu_aux, dgelu_aux)
+        blas_numpy.matmul(out, a, b, alpha, beta, bias, add, gelu_aux)
         return
     bias_pointer = 0 if bias is None else _vector_pointer("bias", bias)
     arrays = [out, a, b]
     if add is not None:
         arrays.append(add)
-    if aux is not None:
-        _vector_pointer("the aux array", aux)
-        arrays.append(aux)
+    if gelu_aux is not None:
+        _vector_pointer("gelu_aux", gelu_aux)
+        arrays.append(gelu_aux)
         if out.shape[-1] % _AUX_COLUMNS:
             raise ValueError(
                 f"matmul: out has {out.shape[-1]} columns; expected, with a GELU, a multiple of "
@@ -139,7 +133,7 @@ def matmul(
         storage,
         out_storage,
         bias is not None,
-        "gelu" if gelu_aux is not None else "dgelu" if dgelu_aux is not None else "",
+        gelu_aux is not None,
         beta != 0.0,
         add is not None,
         _precision if storage == "float32" else "bf16",
@@ -149,7 +143,14 @@ def matmul(
 
 
 def _shape(
-    out: Any, a: Any, b: Any, bias: Any, add: Any, aux: Any, transpose_a: bool, transpose_b: bool
+    out: Any,
+    a: Any,
+    b: Any,
+    bias: Any,
+    add: Any,
+    gelu_aux: Any,
+    transpose_a: bool,
+    transpose_b: bool,
 ) -> tuple[int, int, int, int]:
     """(batch, M, N, K) of a product whose arrays fit together."""
     if 2 <= out.ndim <= 3 and out.ndim == a.ndim == b.ndim:
@@ -162,23 +163,23 @@ def _shape(
             and a.shape[:-2] == batch == b.shape[:-2]
             and (bias is None or bias.shape == (N,))
             and (add is None or add.shape == out.shape)
-            and (aux is None or aux.shape == out.shape)
+            and (gelu_aux is None or gelu_aux.shape == out.shape)
         ):
             return (batch[0] if batch else 1), M, N, K
     raise ValueError(
         f"matmul: out {out.shape}, a{'^T' * transpose_a} stored as {a.shape}, "
         f"b{'^T' * transpose_b} stored as {b.shape}, bias {bias if bias is None else bias.shape}"
         f"{'' if add is None else f', add {add.shape}'}"
-        f"{'' if aux is None else f', aux {aux.shape}'}; "
-        "expected out (M, N), op(a) (M, K), op(b) (K, N), bias (N,), add and aux like out, with "
-        "the same leading batch dimension on out, a and b or on none"
+        f"{'' if gelu_aux is None else f', gelu_aux {gelu_aux.shape}'}; "
+        "expected out (M, N), op(a) (M, K), op(b) (K, N), bias (N,), add and gelu_aux like out, "
+        "with the same leading batch dimension on out, a and b or on none"
     )
 
 
-def _storage(out: Any, a: Any, b: Any, bias: Any, add: Any, aux: Any) -> tuple[str, str]:
+def _storage(out: Any, a: Any, b: Any, bias: Any, add: Any, gelu_aux: Any) -> tuple[str, str]:
     """Storage of the inputs and of the output of a product."""
     fits = _fits_host if isinstance(out, np.ndarray) else _fits_device
-    arrays = {"out": out, "a": a, "b": b, "bias": bias, "add": add, "aux": aux}
+    arrays = {"out": out, "a": a, "b": b, "bias": bias, "add": add, "gelu_aux": gelu_aux}
     found = {}
     for name, x in arrays.items():
         if x is None:
@@ -195,11 +196,11 @@ def _storage(out: Any, a: Any, b: Any, bias: Any, add: Any, aux: Any) -> tuple[s
             )
         found[name] = _STORAGE[x.dtype.char]
     kind = found["a"], found["out"]
-    like_out = {found.get(name, kind[1]) for name in ("bias", "add", "aux")}
+    like_out = {found.get(name, kind[1]) for name in ("bias", "add", "gelu_aux")}
     if found["a"] != found["b"] or kind not in _ALLOWED or like_out != {kind[1]}:
         raise TypeError(
-            f"matmul: types are {found}; expected a and b alike, bias, add and aux like out (a "
-            "bfloat16 out takes a bfloat16 bias), and a bfloat16 out only of bfloat16 inputs"
+            f"matmul: types are {found}; expected a and b alike, bias, add and gelu_aux like out "
+            "(a bfloat16 out takes a bfloat16 bias), and a bfloat16 out only of bfloat16 inputs"
         )
     return kind
 

@@ -1,9 +1,8 @@
 """matmul of NumPy arrays: what blas.matmul means, and what it does where there is no GPU.
 
-The GELU is the tanh form, the one that cuBLASLt's epilogues compute (Hendrycks & Gimpel, 2016):
+The GELU is the tanh form, the one that cuBLASLt's epilogue computes (Hendrycks & Gimpel, 2016):
 
     gelu(x) = x s,   s = 1 / (1 + exp(-2u)) = (1 + tanh u) / 2,   u = √(2/π) (x + 0.044715 x³)
-    gelu'(x) = s + 2 x s (1 - s) u',   u' = √(2/π) (1 + 3 · 0.044715 x²)
 """
 
 import math
@@ -25,7 +24,6 @@ def matmul(
     bias: np.ndarray | None,
     add: np.ndarray | None,
     gelu_aux: np.ndarray | None,
-    dgelu_aux: np.ndarray | None,
 ) -> None:
     """blas.matmul of arrays that fit, already transposed.
 
@@ -44,8 +42,6 @@ def matmul(
     if gelu_aux is not None:
         _store(gelu_aux, result)
         result *= _logistic(result)
-    if dgelu_aux is not None:
-        result *= _gelu_slope(_values(dgelu_aux))
     if result is not out:
         _store(out, result)
 
@@ -61,8 +57,3 @@ def _store(target: np.ndarray, values: np.ndarray) -> None:
 def _logistic(x: np.ndarray) -> np.ndarray:
     """s of the formulas above, by tanh, which does not overflow."""
     return 0.5 * (1 + np.tanh(_SCALE * (x + _CUBE * x * x * x)))
-
-
-def _gelu_slope(x: np.ndarray) -> np.ndarray:
-    s = _logistic(x)
-    return s + 2 * x * s * (1 - s) * (_SCALE * (1 + 3 * _CUBE * x * x))

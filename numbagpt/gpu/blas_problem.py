@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-# bias and aux are read in vectors: the smallest alignment, in bytes, that they may have.
+# bias and gelu_aux are moved in vectors: the smallest alignment, in bytes, that they may have.
 VECTOR_BYTES = 16
 
 
@@ -20,13 +20,13 @@ class Problem(NamedTuple):
     transpose_a: bool
     transpose_b: bool
     storage: str  # of a and b: float32 or bfloat16
-    out_storage: str  # of out, bias, add and aux
+    out_storage: str  # of out, bias, add and gelu_aux
     has_bias: bool
-    activation: str  # "", gelu or dgelu
+    has_gelu: bool
     accumulates: bool  # beta is not 0: cuBLASLt's C is out
     adds: bool  # C is another array, add
     precision: str  # fp32, tf32 or bf16
-    alignments: tuple[int, ...]  # of out, a, b and, if there is one, add or aux; in bytes
+    alignments: tuple[int, ...]  # of out, a, b and, if there is one, add or gelu_aux; in bytes
 
     @property
     def out_bytes(self) -> int:
@@ -39,10 +39,8 @@ class Problem(NamedTuple):
         b = f"b{'^T' * self.transpose_b} ({self.K}, {self.N}) {self.storage}"
         value = f"{a} @ {b}{' + out' * self.accumulates}{' + bias' * self.has_bias}"
         value += " + add" * self.adds
-        if self.activation == "gelu":
+        if self.has_gelu:
             value = f"gelu(aux = {value})"
-        elif self.activation == "dgelu":
-            value = f"({value}) * gelu'(aux)"
         names = ("out", "a", "b", "add" if self.adds else "aux")[: len(self.alignments)]
         return (
             f"out ({self.M}, {self.N}) {self.out_storage} = {value}"

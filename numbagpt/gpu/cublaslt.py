@@ -116,8 +116,8 @@ class Plan:
         compute = library.compute["fp32" if p.storage == "bfloat16" else p.precision]
         self._operation = lt.matmul_desc_create(compute, library.types["float32"])
         attribute = lt.MatmulDescAttribute
-        parts = {"": [], "gelu": ["GELU_AUX"], "dgelu": ["DGELU"]}[p.activation]
-        epilogue = "_".join(parts + ["BIAS"] * p.has_bias) or "DEFAULT"
+        parts = ["GELU_AUX"] * p.has_gelu + ["BIAS"] * p.has_bias
+        epilogue = "_".join(parts) or "DEFAULT"
         settings = [
             (attribute.TRANSA, p.transpose_b),
             (attribute.TRANSB, p.transpose_a),
@@ -130,7 +130,7 @@ class Plan:
                 (attribute.BIAS_DATA_TYPE, library.types[p.out_storage]),
                 (attribute.BIAS_POINTER, library.workspace + VECTOR_BYTES),
             ]
-        if p.activation:
+        if p.has_gelu:
             # aux has out's type unless told otherwise.
             settings += [
                 (attribute.EPILOGUE_AUX_LD, p.N),
@@ -242,7 +242,7 @@ class Plan:
         """Queue the product on the current stream.
 
         out, a, b, bias   device addresses
-        extra             that of add or of aux, whichever the problem has
+        extra             that of add or of gelu_aux, whichever the problem has
         Raises BlasError, naming the product, if cuBLASLt fails; GraphError if the algorithm is
         still to be chosen by timing and the stream is being captured.
         """
@@ -253,7 +253,7 @@ class Plan:
         # launch, so that a graph keeps the captured ones.
         if self.problem.has_bias:
             self._set_address(attribute.BIAS_POINTER, bias)
-        if self.problem.activation:
+        if self.problem.has_gelu:
             self._set_address(attribute.EPILOGUE_AUX_POINTER, extra)
         if self.algorithm is None:
             self._choose(out, a, b, extra)

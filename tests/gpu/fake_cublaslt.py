@@ -1,7 +1,7 @@
 """cuBLASLt's matmul in NumPy, on host memory: what our descriptors mean, without a GPU.
 
 Follows cuBLASLt's documentation: matrices are column-major with a leading dimension, batches have
-a stride in elements, the bias has one value per row of D, the epilogues' aux matrix is laid out
+a stride in elements, the bias has one value per row of D, the epilogue's aux matrix is laid out
 like D. Enumerations and attribute types are those of the real bindings.
 
 Algorithms are numbers here. Each takes the time that a test gives it, by a clock of their own.
@@ -18,7 +18,7 @@ from nvmath.bindings import cublasLt as real
 from numbagpt.gpu import autotune, cublaslt, stream
 from numbagpt.gpu.choices import Choices
 from numbagpt.gpu.vec import float32_to_bf16
-from tests.gpu.matmul_case import gelu, gelu_slope, values
+from tests.gpu.matmul_case import gelu, values
 
 FLOAT32, BFLOAT16 = 0, 14  # CUDA_R_32F, CUDA_R_16BF
 TYPES = {FLOAT32: np.dtype(np.float32), BFLOAT16: np.dtype(np.uint16)}
@@ -179,8 +179,6 @@ class FakeCuBLASLt:
             if epilogue.startswith("GELU_AUX"):
                 store(X, result)
                 result = gelu(result)
-            if epilogue == "DGELU":
-                result = (result * gelu_slope(values(X))).astype(np.float32)
             store(D, result)
 
 
