@@ -42,8 +42,9 @@ def small_block(monkeypatch):
 
 @pytest.fixture(params=[2, 1, 0])
 def rows_kept(request, monkeypatch):
-    """Run a test with two rows in shared memory and, as where they do not fit, with one or none."""
-    monkeypatch.setattr(module, "rows_that_fit", lambda logits: request.param)
+    """Run a test with two rows in shared memory, if they fit, and as if one did or none."""
+    fit = module.rows_that_fit
+    monkeypatch.setattr(module, "rows_that_fit", lambda logits: min(request.param, fit(logits)))
 
 
 @pytest.fixture(autouse=True)
