@@ -204,23 +204,12 @@ class CudaDevice:
 
     def marker(self) -> tuple[Callable[[], None], Callable[[], None]]:
         """Two functions: one marks the end of the queue, the other waits for what was marked."""
-        from cuda.bindings import driver
+        from numba import cuda
 
         from numbagpt.gpu import stream
 
-        # Blocking: the thread sleeps instead of asking all the time, and leaves the core to others.
-        flags = driver.CUevent_flags
-        (event,) = _check(
-            driver.cuEventCreate(flags.CU_EVENT_DISABLE_TIMING | flags.CU_EVENT_BLOCKING_SYNC)
-        )
-
-        def mark() -> None:
-            _check(driver.cuEventRecord(event, stream.handle()))
-
-        def wait() -> None:
-            _check(driver.cuEventSynchronize(event))
-
-        return mark, wait
+        event = cuda.event(timing=False)
+        return (lambda: event.record(stream.current())), event.synchronize
 
     def replayable(self, enqueue: Callable[[], None]) -> Callable[[], None]:
         """Run `enqueue` the first time, which compiles its kernels; then replay it as a CUDA graph.
