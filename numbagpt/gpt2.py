@@ -35,6 +35,8 @@ class GPT2(ModelState):
         super().__init__(*arguments, **options)
         # context length → the transformer's forward pass for one sequence, replayed
         self._forward_passes: dict[int, Callable[[], None]] = {}
+        if self.training:
+            self._sums = self.grads.runs(name for name in self.shapes if name not in MATMUL_WEIGHTS)
 
     def _transformer(self) -> None:
         """inputs → acts.lnf: everything up to the last layernorm."""
@@ -109,7 +111,8 @@ class GPT2(ModelState):
         if not accumulate:
             self.device.clear(self.mean_loss)
             if with_gradient:
-                self._clear_small_gradients()
+                for gradients in self._sums:
+                    self.device.clear(gradients)
         self._transformer()
         losses, targets = acts.losses.reshape(-1), self.targets.reshape(-1)
         with annotate("head"):
@@ -138,12 +141,6 @@ class GPT2(ModelState):
                         accumulate=accumulate or start > 0,
                     )
             ops.mean_loss(self.mean_loss, acts.losses, scale / N)
-
-    def _clear_small_gradients(self) -> None:
-        """Clear the gradients that no matmul writes: without accumulate, it overwrites its own."""
-        for name in self.shapes:
-            if name not in MATMUL_WEIGHTS:
-                self.device.clear(self.grads[name])
 
     @property
     def _dlnf(self) -> object:

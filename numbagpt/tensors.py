@@ -13,6 +13,7 @@ losses. `storage` is what activations and the matmuls' copy of the weights are k
 uint16 holding bf16 bits.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -203,6 +204,7 @@ class FlatTensors:
         self.layout = layout
         self.memory = buffer[: layout_bytes(layout, dense)]
         self.layers = [SimpleNamespace() for _ in range(num_layers)]
+        self._spans: dict[str, tuple[int, int]] = {}
         start = 0
         for name, spec in layout.items():
             stride = _stride(spec, dense)
@@ -215,7 +217,18 @@ class FlatTensors:
                     setattr(layer, name, views[l % count])
                 if dense:
                     setattr(self, name, self._view(start, (count, *spec.shape), spec))
-            start += aligned(count * stride)
+            end = start + aligned(count * stride)
+            self._spans[name] = start, end
+            start = end
+
+    def runs(self, names: Iterable[str]) -> list:
+        """The parts of memory that these tensors take, neighbours in one; in memory's order."""
+        parts: list[tuple[int, int]] = []
+        for start, end in sorted(self._spans[name] for name in names):
+            if parts and parts[-1][1] == start:
+                start, _ = parts.pop()
+            parts.append((start, end))
+        return [self.memory[start:end] for start, end in parts]
 
     def _view(self, start: int, shape: tuple[int, ...], spec: Spec) -> object:
         nbytes = int(np.prod(shape, dtype=np.int64)) * spec.dtype.itemsize
