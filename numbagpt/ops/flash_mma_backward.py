@@ -39,6 +39,7 @@ from numbagpt.ops.flash_tile import (
     ROWS,
     THREADS,
     fragment_corner,
+    keep_column_sums,
     load_my_chunks,
     mask_above,
     mask_below,
@@ -181,7 +182,8 @@ def make_dq_kernel(HS: int, itemsize: int, KEYS: int, min_blocks: int, KEPT: int
         cuda.syncthreads()
         store_rows(tile, 0, dq, scale, dqkv, q_start + q0 * stride, stride, q0, T, CHUNKS)
         number = int32(cuda.gridDim.y - 1 - cuda.blockIdx.y)
-        store_column_sums(tile, sums, SUMS, dq, scale, tile_sums, number, 0, NH, HS)
+        keep_column_sums(tile, sums, SUMS, 0, dq, scale, HS)
+        store_column_sums(tile_sums, sums, SUMS, 1, number, 0, NH, HS)
 
     flash_mma_dq_kernel.__name__ += f"_{HS}"
     return flash_mma_dq_kernel
@@ -199,8 +201,7 @@ def make_dkv_kernel(HS: int, itemsize: int, QUERIES: int, min_blocks: int, KEPT:
     QTILE = QUERIES * HS
     STAGE = 2 * QTILE  # a tile of Q and one of dO; there are two stages
     VALUES = (2 * TILE + 2 * STAGE) * itemsize // 4  # where lse2 and delta begin, in float32,
-    K_SUMS = 2 * TILE * itemsize // 4  # and at the end the column sums
-    V_SUMS = K_SUMS + 4 * HS
+    SUMS = 2 * TILE * itemsize // 4  # and at the end the column sums
     LEFT, SCORES, ACC = 2 * CHUNKS, QUERIES // 2, HS // 2
     array, rows = storage(itemsize), float32[::1]
 
@@ -314,9 +315,9 @@ def make_dkv_kernel(HS: int, itemsize: int, QUERIES: int, min_blocks: int, KEPT:
         cuda.syncthreads()
         store_rows(tile, 0, dk, scale, dqkv, k_start, stride, k0, T, CHUNKS)
         store_rows(tile, TILE, dv, float32(1), dqkv, k_start + C, stride, k0, T, CHUNKS)
-        number = int32(cuda.blockIdx.y)
-        store_column_sums(tile, values, K_SUMS, dk, scale, tile_sums, number, 1, NH, HS)
-        store_column_sums(tile, values, V_SUMS, dv, float32(1), tile_sums, number, 2, NH, HS)
+        keep_column_sums(tile, values, SUMS, 0, dk, scale, HS)
+        keep_column_sums(tile, values, SUMS, 1, dv, float32(1), HS)
+        store_column_sums(tile_sums, values, SUMS, 2, int32(cuda.blockIdx.y), 1, NH, HS)
 
     flash_mma_dkv_kernel.__name__ += f"_{HS}"
     return flash_mma_dkv_kernel

@@ -215,19 +215,19 @@ def sum_over_warp(acc, blocks):
 
 
 @device_function
-def store_column_sums(tile, sums, offset, acc, factor, target, number, part, NH, HS):
-    """factor * the column sums of acc, this block's 64 x HS of dq, dk or dv, into `target`.
+def keep_column_sums(tile, sums, offset, part, acc, factor, HS):
+    """Leave factor * the column sums of acc, each warp's 16 x HS, for store_column_sums.
 
-    sums, offset   float32 shared memory that nobody needs any more, 4 HS of it: a row for each warp
+    sums, offset   float32 shared memory that nobody needs any more, 4 HS of it for each part
+    part           which of the matrices that this block sums acc is: 0, 1
     acc            as products with the storage of `tile` leave it; overwritten. Its rows from T on
                    must be zeros
-    target         (B, tiles, 3, NH, HS), float32
-    number, part   the block's place on the second axis and on the third
     """
     thread = int32(cuda.threadIdx.x)
     lane = int32(thread & 31)
     blocks = HS // 8
     sum_over_warp(acc, blocks)
+    row = int32(offset + part * (THREADS // 32 * HS) + (thread >> 5) * HS)
     for m in range(max(1, blocks // 8)):
         n = int32(((lane >> 2) * blocks >> 3) + m)
         for c in range(2):
@@ -235,19 +235,32 @@ def store_column_sums(tile, sums, offset, acc, factor, target, number, part, NH,
                 column = int32(8 * n + 2 * (lane & 3) + c)
             else:  # the order of flash_mma_products.py
                 column = int32(16 * (n >> 1) + 4 * (lane & 3) + 2 * c + (n & 1))
-            sums[int32(offset + (thread >> 5) * HS + column)] = acc[4 * m + c]
+            sums[int32(row + column)] = acc[4 * m + c] * factor
+
+
+@device_function
+def store_column_sums(target, sums, offset, parts, number, first, NH, HS):
+    """Add up what the warps kept of each part, and write it to `target`.
+
+    target          (B, tiles, 3, NH, HS), float32
+    number, first   the block's place on the second axis, and on the third that of part 0
+    """
+    # Computed again, unsigned, which the compiler does not take for the kernel's own b and h: no
+    # registers are to hold them while the tiles stream past.
+    head = uint32(cuda.blockIdx.z * cuda.gridDim.x + cuda.blockIdx.x)
+    b = int32(head // uint32(NH))
+    h = int32(int32(head) - b * NH)
+    start = (((int64(b) * cuda.gridDim.y + number) * 3 + first) * NH + h) * HS
     cuda.syncthreads()
-    if thread < HS:
-        # Computed again, unsigned, which the compiler does not take for the kernel's own b and h:
-        # no registers are to hold them while the tiles stream past.
-        head = uint32(cuda.blockIdx.z * cuda.gridDim.x + cuda.blockIdx.x)
-        b = int32(head // uint32(NH))
-        h = int32(int32(head) - b * NH)
-        at = (((int64(b) * cuda.gridDim.y + number) * 3 + part) * NH + h) * HS + thread
-        total = float32(0)
-        for warp in range(THREADS // 32):
-            total += sums[int32(offset + warp * HS + thread)]
-        target[at] = total * factor
+    for k in range((parts * HS + THREADS - 1) // THREADS):
+        i = int32(cuda.threadIdx.x + k * THREADS)
+        part = int32(i // HS)
+        column = int32(i - part * HS)
+        if part < parts:
+            total = float32(0)
+            for warp in range(THREADS // 32):
+                total += sums[int32(offset + part * (THREADS // 32 * HS) + warp * HS + column)]
+            target[start + part * (NH * HS) + column] = total
 
 
 # ---- fragments -----------------------------------------------------------------------------------

@@ -36,6 +36,7 @@ from numbagpt.ops.flash_tile import (
     ROWS,
     THREADS,
     fragment_corner,
+    keep_column_sums,
     load_my_chunks,
     mask_above,
     mask_below,
@@ -175,7 +176,8 @@ def make_dq_kernel(HS: int) -> Kernel:
             stage = other
         cuda.syncthreads()
         store_tile(tile, 0, dq, scale, dqkv, q_start + q0 * stride, stride, q0, T, ROWS, CHUNKS)
-        store_column_sums(tile, sums, SUMS, dq, scale, tile_sums, int32(tiles - 1), 0, NH, HS)
+        keep_column_sums(tile, sums, SUMS, 0, dq, scale, HS)
+        store_column_sums(tile_sums, sums, SUMS, 1, int32(tiles - 1), 0, NH, HS)
 
     flash_dq_kernel.__name__ += f"_{HS}"
     return flash_dq_kernel
@@ -189,8 +191,7 @@ def make_dkv_kernel(HS: int) -> Kernel:
     QTILE = QUERIES * HS
     STAGE = 2 * QTILE  # a tile of Q and one of dO; there are two stages
     VALUES = (2 * TILE + 2 * STAGE) // 2  # where lse2 and delta begin, counted in float32,
-    K_SUMS = 2 * TILE // 2  # and at the end the column sums
-    V_SUMS = K_SUMS + 4 * HS
+    SUMS = 2 * TILE // 2  # and at the end the column sums
     ACC = HS // 2  # registers of a thread for 64 x HS
     SCORES = QUERIES // 2  # and for 64 x QUERIES,
     PACKED = QUERIES // 4  # and for these in bf16
@@ -318,9 +319,9 @@ def make_dkv_kernel(HS: int) -> Kernel:
         cuda.syncthreads()
         store_tile(tile, 0, dk, scale, dqkv, k_start, stride, k0, T, ROWS, CHUNKS)
         store_tile(tile, TILE, dv, float32(1), dqkv, v_start, stride, k0, T, ROWS, CHUNKS)
-        number = int32(cuda.blockIdx.y)
-        store_column_sums(tile, values, K_SUMS, dk, scale, tile_sums, number, 1, NH, HS)
-        store_column_sums(tile, values, V_SUMS, dv, float32(1), tile_sums, number, 2, NH, HS)
+        keep_column_sums(tile, values, SUMS, 0, dk, scale, HS)
+        keep_column_sums(tile, values, SUMS, 1, dv, float32(1), HS)
+        store_column_sums(tile_sums, values, SUMS, 2, int32(cuda.blockIdx.y), 1, NH, HS)
 
     flash_dkv_kernel.__name__ += f"_{HS}"
     return flash_dkv_kernel
