@@ -81,12 +81,15 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def find_model(model: str, seed: int) -> "tuple[GPT2Config, Callable[[], dict[str, np.ndarray]]]":
+def find_model(
+    model: str, seed: int, output_dir: str
+) -> "tuple[GPT2Config, Callable[[], dict[str, np.ndarray]]]":
     """The model that --model names: its shape, and what gives its weights."""
     if model in PRESETS:
         from numbagpt.init import random_parameters
 
-        if os.path.exists(model):
+        # a run may well write to a folder that has its preset's name
+        if os.path.exists(model) and not os.path.samefile(model, output_dir):
             raise UserError(
                 f"--model {model} is a preset, random weights, and there is a {model} here too; "
                 f"write ./{model} for what is here, or rename it"
@@ -290,7 +293,7 @@ def main(argv: list[str] | None = None) -> int:
     options = parse_arguments(argv)
     with cli.output_folder(options.output_dir):
         device, processor = cli.choose_device(options)
-        config, make_parameters = find_model(options.model, options.seed)
+        config, make_parameters = find_model(options.model, options.seed, options.output_dir)
         fill_in_defaults(options, config, device.name == "cuda")
         model_options = cli.model_options(options, device, config)
         model_options["recompute"] = options.recompute

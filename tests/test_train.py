@@ -284,8 +284,19 @@ def test_a_preset_does_not_hide_a_folder_of_its_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "gpt2").mkdir()
     with pytest.raises(UserError, match=r"write \./gpt2 for what is here"):
-        train.find_model("gpt2", 1)
-    assert train.find_model("gpt2-medium", 1)[0] == PRESETS["gpt2-medium"]
+        train.find_model("gpt2", 1, ".")
+    assert train.find_model("gpt2-medium", 1, ".")[0] == PRESETS["gpt2-medium"]
+    assert train.find_model("gpt2", 1, str(tmp_path / "gpt2"))[0] == PRESETS["gpt2"]
+
+
+def test_a_run_may_be_called_like_its_preset(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    make_shard(tmp_path / "train.bin", 100, PRESETS["nano"].vocab_size)
+    settings = "--device cpu --input_bin train.bin --batch_size 1 --sequence_length 8"
+    for steps in ("1", "2"):  # the second finds the folder of the first
+        arguments = [*settings.split(), "--num_iterations", steps, "--output_dir", "nano"]
+        assert train.main(arguments) == 0
+    assert checkpoints(tmp_path / "nano") == ["model_00000001.bin", "model_00000002.bin"]
 
 
 def test_defaults_fit_model_and_device():
