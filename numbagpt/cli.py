@@ -59,10 +59,14 @@ class Parser(argparse.ArgumentParser):
 
 
 def path(text: str) -> str:
-    """The type of a flag: a path, which is not empty as that of an unset shell variable is."""
+    """The type of a flag: a path, which is not empty as that of an unset shell variable is.
+
+    ~ is the home folder also where the shell leaves it alone, as in --output_dir=~/data. What
+    begins with ~ and names nobody's home is taken as it is; so is ./~.
+    """
     if not text:
         raise argparse.ArgumentTypeError("the path is empty; expected a file or folder")
-    return text
+    return os.path.expanduser(text)
 
 
 def number(

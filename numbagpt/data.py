@@ -107,8 +107,7 @@ def run(args: argparse.Namespace) -> int:
     name = args.name or _name_of(args.inputs)
     if not name.strip(".") or Path(name).name != name:
         raise UserError(f"--name is '{name}'; expected the beginning of a file name")
-    folder = Path(args.output_dir).expanduser()
-    with open_shards(folder, name, args.shard_tokens, args.overwrite) as writer:
+    with open_shards(Path(args.output_dir), name, args.shard_tokens, args.overwrite) as writer:
         if tiny:
             write_tinyshakespeare(writer, args)
         else:
@@ -123,7 +122,8 @@ def run(args: argparse.Namespace) -> int:
     flags = ""
     for split, flag in (("train", "--input_bin"), ("val", "--input_val_bin")):
         if split in writer.num_tokens:
-            shards = Path(glob.escape(str(folder))) / f"{glob.escape(name)}_{split}_*.bin"
+            # Not *: it would take the shards of a data set called NAME_train_x as well.
+            shards = glob.escape(os.path.join(args.output_dir, f"{name}_{split}_")) + "??????.bin"
             print(f"{shards}: {writer.num_tokens[split]:,} tokens")
             flags += f" {flag} {shlex.quote(str(shards))}"
     print(f"train on them: python train.py{flags}")
@@ -227,7 +227,7 @@ def _name_of(inputs: list[str]) -> str:
     """What a single input is called, without .gz and .txt or the like."""
     if len(inputs) > 1:
         return "data"
-    path = Path(inputs[0]).expanduser().resolve()
+    path = Path(inputs[0]).resolve()
     return path.name if path.is_dir() else Path(path.name.removesuffix(".gz")).stem
 
 

@@ -42,7 +42,7 @@ def find_files(inputs: list[str]) -> list[Path]:
     """
     found = []
     for name in inputs:
-        path = Path(name).expanduser()
+        path = Path(name)
         if not path.is_dir():
             file_size(path)
             found.append(path)

@@ -198,6 +198,26 @@ def test_an_unknown_flag_is_named(tmp_path, program):
     assert found.stderr == "error: unrecognized arguments: --nope (--help lists the flags)\n"
 
 
+def test_a_tilde_is_the_home_folder_in_every_path(files, monkeypatch):
+    """Also where the shell leaves it alone; what it does not expand is a name like any other."""
+    monkeypatch.setenv("HOME", str(files / "home"))
+    (files / "~tilde.bin").write_bytes((files / "tokens.bin").read_bytes())
+    flags = ["--model", "start.bin", "--device", "cpu", "--batch_size", 2, "--num_iterations", 1]
+    flags += ["--sequence_length", 8]
+    for folder in ("~/run", "~nouser/run", "./~/run"):
+        found = run(
+            "train.py", *flags, "--input_bin", "~tilde.bin", "--output_dir", folder, cwd=files
+        )
+        assert (found.returncode, found.stderr) == (0, "")
+    assert {path.relative_to(files).as_posix() for path in files.rglob("model_*.bin")} == {
+        f"{folder}/run/model_00000001.bin" for folder in ("home", "~nouser", "~")
+    }
+    flags = [*flags, "--input_bin", "./~tilde.bin", "--output_dir", "again", "--model"]
+    for model in ("~/run/model_00000001.bin", "~nouser/run", "./~/run"):
+        found = run("train.py", *flags, model, cwd=files)
+        assert (found.returncode, found.stderr) == (0, "")
+
+
 @pytest.mark.parametrize(
     ("name", "named"),
     [("cut.bin", "truncated"), ("tokens.bin", "--input_bin"), ("start.bin", "knows 60 tokens")],

@@ -191,6 +191,19 @@ def test_cache_dir_that_cannot_be_made(monkeypatch, tmp_path):
         cache.cache_dir()
 
 
+def test_cache_dir_of_a_user_that_is_not_known(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("NUMBAGPT_CACHE", "~nouser/cache")
+    assert cache.cache_dir() == Path("~nouser/cache")
+    assert (tmp_path / "~nouser/cache").is_dir()
+    monkeypatch.delenv("NUMBAGPT_CACHE")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    # What expanduser answers for a user without $HOME and without an entry in /etc/passwd.
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    with pytest.raises(UserError, match=r"no home folder found .*; set NUMBAGPT_CACHE to"):
+        cache.cache_dir()
+
+
 @pytest.fixture
 def numba_config(monkeypatch, tmp_path):
     monkeypatch.setenv("NUMBAGPT_CACHE", str(tmp_path))
