@@ -28,6 +28,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from decimal import Decimal
 from fractions import Fraction
 from itertools import chain
 from pathlib import Path
@@ -45,6 +46,7 @@ from numbagpt.shards import MAX_TOKENS
 from numbagpt.tokenizer import END_OF_TEXT, encode_array
 
 DEFAULT_FRACTION = Fraction(1, 10)
+MAX_DIGITS = 18  # of --val_fraction; no data set has more documents
 # One task of a worker: long enough to be worth handing over, short enough to end soon on Ctrl-C.
 TASK_CHARACTERS = 2**18
 
@@ -92,11 +94,16 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 def _fraction(text: str) -> Fraction:
     try:
+        # A Fraction writes 1e-99999999 out, digit by digit: its power of ten is looked at before.
+        if "/" not in text and abs(Decimal(text).adjusted()) > MAX_DIGITS:
+            raise ValueError
         value = Fraction(text)
-    except (ValueError, ZeroDivisionError):
+    except (ValueError, ArithmeticError):
         value = Fraction(1)
-    if not 0 <= value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to below 1")
+    if value and not Fraction(1, 10**MAX_DIGITS) <= value < 1:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a number from 1e-{MAX_DIGITS} to below 1, or 0"
+        )
     return value
 
 

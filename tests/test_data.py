@@ -74,7 +74,12 @@ def test_documents_in_order_each_after_end_of_text(corpus, tmp_path):
 
 @pytest.mark.parametrize(
     ("fraction", "chosen"),
-    [("0.5", range(0, 27, 2)), ("0.3", [0, 3, 6, 10, 13, 16, 20, 23, 26]), ("1/26", [0, 26])],
+    [
+        ("0.5", range(0, 27, 2)),
+        ("0.3", [0, 3, 6, 10, 13, 16, 20, 23, 26]),
+        ("1/26", [0, 26]),
+        ("1e-18", [0]),
+    ],
 )
 def test_val_fraction_spreads_documents_evenly(corpus, tmp_path, fraction, chosen):
     folder, texts = corpus
@@ -261,6 +266,11 @@ def test_a_name_that_is_none_is_refused(corpus, tmp_path, capsys, name):
         ["--val_fraction", "-0.1"],
         ["--val_fraction", "nan"],
         ["--val_fraction", "1/0"],
+        ["--val_fraction", "1e-99999999"],
+        ["--val_fraction", "1e99999999"],
+        ["--val_fraction", "0e-99999999"],
+        ["--val_fraction", "1e-19"],
+        ["--val_fraction", "1/9999999999999999999"],
         ["--val_fraction", "0.1", "--val_documents", "1"],
         ["--val_documents", "0"],
         ["--shard_tokens", "0"],
