@@ -160,20 +160,15 @@ def model_options(
 
 @contextlib.contextmanager
 def output_folder(folder: str) -> Iterator[None]:
-    """Make the folder, prove it writable, and remove it again if nothing came to be in it.
+    """Make the folder, prove it writable, and remove what was made if nothing came to be in it.
 
     Raises UserError if it cannot be made or written to.
     """
-    from numbagpt.files import check_writable_folder
+    from numbagpt.files import check_writable_folder, no_empty_folders
 
-    existed = os.path.exists(folder)
-    check_writable_folder(folder)
-    try:
+    with no_empty_folders(folder):
+        check_writable_folder(folder)
         yield
-    finally:
-        if not existed:
-            with contextlib.suppress(OSError):  # it is not empty
-                os.rmdir(folder)
 
 
 class Interrupt:

@@ -25,7 +25,14 @@ from safetensors import SafetensorError, safe_open
 
 from numbagpt.config import GPT2Config
 from numbagpt.errors import UserError
-from numbagpt.files import atomic_write, check_writable_folder, file_size, read_bytes, read_floats
+from numbagpt.files import (
+    atomic_write,
+    check_writable_folder,
+    file_size,
+    no_empty_folders,
+    read_bytes,
+    read_floats,
+)
 from numbagpt.tensors import parameter_shapes
 from numbagpt.tokenizer import END_OF_TEXT
 
@@ -127,8 +134,14 @@ def write(
 
     Raises UserError if the folder cannot be written.
     """
-    check_writable_folder(folder)
-    folder = Path(folder)
+    with no_empty_folders(folder):
+        check_writable_folder(folder)
+        _write_weights(Path(folder, WEIGHTS), config, parameters)
+        with atomic_write(Path(folder, "config.json")) as file:
+            file.write((json.dumps(_config_fields(config), indent=2) + "\n").encode())
+
+
+def _write_weights(path: Path, config: GPT2Config, parameters: Mapping[str, np.ndarray]) -> None:
     # Transformers refuses a file that does not say which framework's layout it follows.
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -138,7 +151,7 @@ def write(
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # so that the tensors start at a multiple of 8
 
-    with atomic_write(folder / WEIGHTS) as file:
+    with atomic_write(path) as file:
         file.write(struct.pack("<Q", len(text)) + text)
         for name, ours, layer, shape in _layout(config):
             array = parameters[ours][: shape[0]] if ours == "wte" else parameters[ours][layer]
@@ -146,8 +159,6 @@ def write(
             if array.shape != shape:
                 raise ValueError(f"{name} has shape {array.shape}, expected {shape}")
             file.write(np.ascontiguousarray(array, "<f4").data)
-    with atomic_write(folder / "config.json") as file:
-        file.write((json.dumps(_config_fields(config), indent=2) + "\n").encode())
 
 
 def pad_vocab(wte: np.ndarray, config: GPT2Config) -> np.ndarray:

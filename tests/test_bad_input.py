@@ -110,6 +110,10 @@ def output_folder_not_writable(files):
     return ["--output_dir", "tokens.bin/run"], ["tokens.bin/run", "Not a directory"]
 
 
+def failure_with_a_deep_output_folder(files):
+    return ["--output_dir", "new/deep", "--model", "d13"], ["--model d13"]
+
+
 CASES = [
     wrong_magic,
     wrong_version,
@@ -129,6 +133,7 @@ CASES = [
     precision_without_a_gpu,
     output_folder_is_a_file,
     output_folder_not_writable,
+    failure_with_a_deep_output_folder,
 ]
 
 

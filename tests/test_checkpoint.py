@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import resource
 import struct
 import subprocess
 import sys
@@ -278,7 +279,11 @@ def test_export_from_the_command_line(tmp_path, model_bin):
 def test_export_refusals(tmp_path, model_bin, capsys):
     missing, out = tmp_path / "missing.bin", tmp_path / "out"
     for source, folder, message in [
-        (missing, out, f"error: cannot read {missing}: No such file or directory\n"),
+        (
+            missing,
+            out,
+            f"error: cannot read {missing}: No such file or directory; check the path\n",
+        ),
         (model_bin, model_bin, f"error: cannot write to folder {model_bin}: a file of that name"),
     ]:
         assert main(["export", str(source), str(folder)]) == 1
@@ -297,6 +302,23 @@ def test_export_flags(capsys, arguments):
         main(arguments)
     assert status.value.code == 2
     assert re.fullmatch("error: [^\n]+\n", capsys.readouterr().err)
+
+
+def test_export_to_a_full_disk(tmp_path, model_bin):
+    # The system refuses the bytes beyond a limit as it does those beyond a disk.
+    folder = tmp_path / "new" / "exported"
+    ended = subprocess.run(
+        [sys.executable, "-m", "numbagpt.checkpoint", "export", str(model_bin), str(folder)],
+        capture_output=True,
+        text=True,
+        check=False,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (5_000, 5_000)),
+        env=os.environ | {"PYTHONDONTWRITEBYTECODE": "1"},
+    )
+    assert ended.returncode == 1
+    assert ended.stderr.count("\n") == 1
+    assert f"cannot write {folder}/model.safetensors: File too large" in ended.stderr
+    assert not (tmp_path / "new").exists()
 
 
 def test_export_interrupted(tmp_path, model_bin, monkeypatch, capsys):

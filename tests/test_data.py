@@ -239,6 +239,14 @@ def test_bad_input_is_one_line_and_nothing_written(tmp_path, capsys, name, where
     assert expected in refuse(tmp_path, capsys, *inputs, *arguments)
 
 
+def test_an_output_folder_that_is_a_file(corpus, tmp_path, capsys):
+    file = corpus[0] / "a.txt"
+    message = refuse(tmp_path, capsys, file, "--output_dir", file)
+    assert message == (
+        f"error: cannot write to folder {file}: a file of that name exists; name another folder\n"
+    )
+
+
 def test_more_validation_documents_than_there_are(corpus, tmp_path, capsys):
     flags = ("--output_dir", tmp_path / "out", "--val_documents", "27")
     assert "every document would be for" in refuse(tmp_path, capsys, corpus[0], *flags)

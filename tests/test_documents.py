@@ -193,7 +193,7 @@ def test_find_files(tmp_path):
 def test_inputs_that_are_not_there_are_refused(tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "a.bin").write_bytes(b"")
-    with pytest.raises(UserError, match=r"none\.txt: No such file"):
+    with pytest.raises(UserError, match=r"none\.txt: No such file or directory; check the path"):
         find_files([str(tmp_path / "none.txt")])
     with pytest.raises(UserError, match=r"empty has no \.txt, "):
         find_files([str(tmp_path / "empty")])

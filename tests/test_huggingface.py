@@ -324,6 +324,13 @@ def test_an_interrupted_write_leaves_the_old_folder(tmp_path):
     assert {entry.name: entry.read_bytes() for entry in tmp_path.iterdir()} == before
 
 
+def test_an_interrupted_write_leaves_no_new_folder(tmp_path):
+    broken = ours(theirs()) | {"fcw": np.zeros((2, C, 4 * C), np.float32)}
+    with pytest.raises(ValueError, match=r"h\.0\.mlp.c_fc.weight has shape"):
+        write(tmp_path / "new" / "deep", CONFIG, broken)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_write_to_a_folder_that_cannot_be(tmp_path):
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(UserError, match="cannot write to folder"):

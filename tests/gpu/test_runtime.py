@@ -243,6 +243,18 @@ def test_unwritable_cache_gives_a_temporary_one(numba_config, monkeypatch, tmp_p
     assert folder.name.startswith("numbagpt-kernels-")
 
 
+def test_a_temporary_cache_is_removed_at_the_end(tmp_path):
+    (tmp_path / "file").touch()
+    (tmp_path / "tmp").mkdir()
+    cache = {"NUMBAGPT_CACHE": str(tmp_path / "file"), "TMPDIR": str(tmp_path / "tmp")}
+    command = [sys.executable, "-m", "numbagpt"]
+    report = subprocess.run(
+        command, env=os.environ | cache, capture_output=True, text=True, check=True, timeout=120
+    )
+    assert f"{tmp_path}/tmp/numbagpt-kernels-" in report.stdout
+    assert list((tmp_path / "tmp").iterdir()) == []
+
+
 def test_any_edit_changes_the_hash(tmp_path):
     for name in ("gpu/vec.py", "ops/gelu.py"):
         (tmp_path / name).parent.mkdir()
