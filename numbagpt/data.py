@@ -111,7 +111,7 @@ def run(args: argparse.Namespace) -> int:
     """Make the shards that the arguments ask for and say how to train on them."""
     tiny = args.inputs == [tinyshakespeare.NAME] and not Path(tinyshakespeare.NAME).exists()
     files = [] if tiny else find_files(args.inputs)
-    name = args.name or _name_of(args.inputs)
+    name = _name_of(args.inputs) if args.name is None else args.name
     if not name.strip(".") or Path(name).name != name:
         raise UserError(f"--name is '{name}'; expected the beginning of a file name")
     with open_shards(Path(args.output_dir), name, args.shard_tokens, args.overwrite) as writer:
@@ -120,7 +120,10 @@ def run(args: argparse.Namespace) -> int:
         else:
             write_files(files, writer, args)
         if not writer.num_tokens:
-            raise UserError("there is no text in the input; expected some")
+            raise UserError(
+                "there is no text in the input, all its documents are empty; "
+                "expected some; give files with text"
+            )
         if "train" not in writer.num_tokens:
             raise UserError(
                 "every document would be for validation, none to train on; "
@@ -132,7 +135,7 @@ def run(args: argparse.Namespace) -> int:
             # Not *: it would take the shards of a data set called NAME_train_x as well.
             shards = glob.escape(os.path.join(args.output_dir, f"{name}_{split}_")) + "??????.bin"
             print(f"{shards}: {writer.num_tokens[split]:,} tokens")
-            flags += f" {flag} {shlex.quote(str(shards))}"
+            flags += f" {flag} {shlex.quote(shards)}"
     print(f"train on them: python train.py{flags}")
     return 0
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from numbagpt import huggingface
-from numbagpt.checkpoint import export, latest_checkpoint, load_model, main, read_model, write_model
+from numbagpt.checkpoint import export, find_checkpoints, load_model, main, read_model, write_model
 from numbagpt.config import GPT2Config
 from numbagpt.errors import UserError
 from numbagpt.tensors import parameter_shapes
@@ -239,9 +239,9 @@ def test_the_newest_checkpoint_of_a_folder(tmp_path):
         "xmodel_999999999.bin",
     ]:
         (tmp_path / name).write_bytes(b"")
-    assert latest_checkpoint(tmp_path) == tmp_path / "model_100000000.bin"
+    assert find_checkpoints(tmp_path)[0] == tmp_path / "model_100000000.bin"
     os.utime(tmp_path / "model_00000003.bin", (1001, 1001))
-    assert latest_checkpoint(tmp_path) == tmp_path / "model_00000003.bin"
+    assert find_checkpoints(tmp_path)[0] == tmp_path / "model_00000003.bin"
     parameters = make_parameters()
     write_model(tmp_path / "model_100000000.bin", CONFIG, parameters)
     config, got = load_model(tmp_path)
@@ -249,11 +249,31 @@ def test_the_newest_checkpoint_of_a_folder(tmp_path):
     assert_same(got, parameters)
 
 
+def test_a_damaged_newest_checkpoint(tmp_path):
+    """The newest of the whole ones is named; it is not taken silently."""
+    paths = [tmp_path / f"model_0000000{step}.bin" for step in range(1, 5)]
+    for time, path in enumerate(paths):
+        write_model(path, CONFIG, make_parameters())
+        os.utime(path, (time, time))
+    for broken, content in ((paths[3], b""), (paths[2], paths[2].read_bytes()[:-1])):
+        time = os.stat(broken).st_mtime
+        broken.write_bytes(content)
+        os.utime(broken, (time, time))
+    with pytest.raises(UserError) as error:
+        load_model(tmp_path)
+    assert str(error.value).startswith(f"{paths[3]} has 0 bytes; ")
+    assert str(error.value).endswith(f"; or name an older one: {paths[1]}")
+    for path in paths[:3]:
+        path.unlink()
+    with pytest.raises(UserError, match=r"truncated or something else$"):
+        load_model(tmp_path)
+
+
 @pytest.mark.parametrize("name", ["missing", "file"])
 def test_no_folder_of_checkpoints(tmp_path, name):
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(UserError, match=r"no folder .*; expected the output folder"):
-        latest_checkpoint(tmp_path / name)
+        find_checkpoints(tmp_path / name)
 
 
 def test_load_model_takes_every_format(tmp_path, model_bin):

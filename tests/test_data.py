@@ -261,7 +261,7 @@ def test_shards_that_exist_are_replaced_only_when_asked(corpus, tmp_path, capsys
     assert split_of(tmp_path / "out", "val", "corpus") == tokens_of(corpus[1][2], corpus[1][12])
 
 
-@pytest.mark.parametrize("name", ["a/b", "..", "/"])
+@pytest.mark.parametrize("name", ["a/b", "..", "/", ""])
 def test_a_name_that_is_none_is_refused(corpus, tmp_path, capsys, name):
     flags = ("--output_dir", tmp_path / "out", "--name", name)
     assert "expected the beginning of a file name" in refuse(tmp_path, capsys, corpus[0], *flags)
