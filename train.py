@@ -1,7 +1,8 @@
 """Train a GPT-2 on one GPU, or a small one on a CPU.
 
     python train.py                       the nano model on the built-in corpus
-    python train.py --model d12 --input_bin 'data/*_train_*.bin' --input_val_bin 'data/*_val_*.bin'
+    python train.py --model d12 --input_bin 'data/web_train_??????.bin' \\
+                    --input_val_bin 'data/web_val_??????.bin'
     python train.py --model MODEL         go on from the weights of a .bin, of a run's output folder
                                           or of a Hugging Face folder
 

@@ -12,14 +12,21 @@ def cache_dir() -> Path:
     $NUMBAGPT_CACHE if that is set, else $XDG_CACHE_HOME/numbagpt, else ~/.cache/numbagpt.
     Everything in it may be deleted at any time.
 
-    Raises UserError if the folder cannot be made.
+    Raises UserError if there is no home folder or the folder cannot be made.
     """
     if chosen := os.environ.get("NUMBAGPT_CACHE"):
-        folder = Path(chosen).expanduser()
+        folder = Path(os.path.expanduser(chosen))
     else:
         # The XDG specification says to ignore a relative path.
-        base = Path(os.environ.get("XDG_CACHE_HOME") or "")
-        folder = (base if base.is_absolute() else Path.home() / ".cache") / "numbagpt"
+        base = os.environ.get("XDG_CACHE_HOME") or ""
+        if not os.path.isabs(base):
+            base = os.path.expanduser("~/.cache")
+        if not os.path.isabs(base):  # as in a container, for a user it does not know
+            raise UserError(
+                "no home folder found for the cache; set NUMBAGPT_CACHE to a folder that can be "
+                "written to"
+            )
+        folder = Path(base, "numbagpt")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -103,14 +103,14 @@ def load_model(path: str | os.PathLike) -> tuple[GPT2Config, dict[str, np.ndarra
     if path.is_dir():
         if (path / "config.json").exists():
             return huggingface.read(path)
-        return read_model(latest_checkpoint(path))
+        return _read_newest(path)
     if path.suffix == ".safetensors":
         raise UserError(f"{path} has no shape; name the folder that holds it and its config.json")
     return read_model(path)
 
 
-def latest_checkpoint(folder: str | os.PathLike) -> Path:
-    """The model_<step>.bin in `folder` that was written last.
+def find_checkpoints(folder: str | os.PathLike) -> list[Path]:
+    """Every model_<step>.bin in `folder`, that which was written last first.
 
     Not the one with the highest step: a shorter run into the same folder is the newer one.
     Raises UserError if there is none.
@@ -125,7 +125,26 @@ def latest_checkpoint(folder: str | os.PathLike) -> Path:
             "or config.json with model.safetensors"
         )
     # files copied in the same instant: the later step
-    return max(checkpoints, key=lambda path: (path.stat().st_mtime_ns, len(path.name), path.name))
+    return sorted(
+        checkpoints,
+        key=lambda path: (path.stat().st_mtime_ns, len(path.name), path.name),
+        reverse=True,
+    )
+
+
+def _read_newest(folder: Path) -> tuple[GPT2Config, dict[str, np.ndarray]]:
+    """read_model of the newest checkpoint; the error for a damaged one names the newest whole."""
+    newest, *older = find_checkpoints(folder)
+    try:
+        return read_model(newest)
+    except UserError as error:
+        for path in older:
+            try:
+                _read_header(path)
+            except UserError:
+                continue
+            raise UserError(f"{error}; or name an older one: {path}") from error
+        raise
 
 
 def export(source: str | os.PathLike, folder: str | os.PathLike) -> int:

@@ -59,10 +59,14 @@ class Parser(argparse.ArgumentParser):
 
 
 def path(text: str) -> str:
-    """The type of a flag: a path, which is not empty as that of an unset shell variable is."""
+    """The type of a flag: a path, which is not empty as that of an unset shell variable is.
+
+    ~ is the home folder also where the shell leaves it alone, as in --output_dir=~/data. What
+    begins with ~ and names nobody's home is taken as it is; so is ./~.
+    """
     if not text:
         raise argparse.ArgumentTypeError("the path is empty; expected a file or folder")
-    return text
+    return os.path.expanduser(text)
 
 
 def number(
@@ -156,20 +160,15 @@ def model_options(
 
 @contextlib.contextmanager
 def output_folder(folder: str) -> Iterator[None]:
-    """Make the folder, prove it writable, and remove it again if nothing came to be in it.
+    """Make the folder, prove it writable, and remove what was made if nothing came to be in it.
 
     Raises UserError if it cannot be made or written to.
     """
-    from numbagpt.files import check_writable_folder
+    from numbagpt.files import check_writable_folder, no_empty_folders
 
-    existed = os.path.exists(folder)
-    check_writable_folder(folder)
-    try:
+    with no_empty_folders(folder):
+        check_writable_folder(folder)
         yield
-    finally:
-        if not existed:
-            with contextlib.suppress(OSError):  # it is not empty
-                os.rmdir(folder)
 
 
 class Interrupt:

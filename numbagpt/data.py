@@ -28,6 +28,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from decimal import Decimal
 from fractions import Fraction
 from itertools import chain
 from pathlib import Path
@@ -45,6 +46,7 @@ from numbagpt.shards import MAX_TOKENS
 from numbagpt.tokenizer import END_OF_TEXT, encode_array
 
 DEFAULT_FRACTION = Fraction(1, 10)
+MAX_DIGITS = 18  # of --val_fraction; no data set has more documents
 # One task of a worker: long enough to be worth handing over, short enough to end soon on Ctrl-C.
 TASK_CHARACTERS = 2**18
 
@@ -92,11 +94,16 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 
 def _fraction(text: str) -> Fraction:
     try:
+        # A Fraction writes 1e-99999999 out, digit by digit: its power of ten is looked at before.
+        if "/" not in text and abs(Decimal(text).adjusted()) > MAX_DIGITS:
+            raise ValueError
         value = Fraction(text)
-    except (ValueError, ZeroDivisionError):
+    except (ValueError, ArithmeticError):
         value = Fraction(1)
-    if not 0 <= value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to below 1")
+    if value and not Fraction(1, 10**MAX_DIGITS) <= value < 1:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a number from 1e-{MAX_DIGITS} to below 1, or 0"
+        )
     return value
 
 
@@ -104,17 +111,19 @@ def run(args: argparse.Namespace) -> int:
     """Make the shards that the arguments ask for and say how to train on them."""
     tiny = args.inputs == [tinyshakespeare.NAME] and not Path(tinyshakespeare.NAME).exists()
     files = [] if tiny else find_files(args.inputs)
-    name = args.name or _name_of(args.inputs)
+    name = _name_of(args.inputs) if args.name is None else args.name
     if not name.strip(".") or Path(name).name != name:
         raise UserError(f"--name is '{name}'; expected the beginning of a file name")
-    folder = Path(args.output_dir).expanduser()
-    with open_shards(folder, name, args.shard_tokens, args.overwrite) as writer:
+    with open_shards(Path(args.output_dir), name, args.shard_tokens, args.overwrite) as writer:
         if tiny:
             write_tinyshakespeare(writer, args)
         else:
             write_files(files, writer, args)
         if not writer.num_tokens:
-            raise UserError("there is no text in the input; expected some")
+            raise UserError(
+                "there is no text in the input, all its documents are empty; "
+                "expected some; give files with text"
+            )
         if "train" not in writer.num_tokens:
             raise UserError(
                 "every document would be for validation, none to train on; "
@@ -123,9 +132,10 @@ def run(args: argparse.Namespace) -> int:
     flags = ""
     for split, flag in (("train", "--input_bin"), ("val", "--input_val_bin")):
         if split in writer.num_tokens:
-            shards = Path(glob.escape(str(folder))) / f"{glob.escape(name)}_{split}_*.bin"
+            # Not *: it would take the shards of a data set called NAME_train_x as well.
+            shards = glob.escape(os.path.join(args.output_dir, f"{name}_{split}_")) + "??????.bin"
             print(f"{shards}: {writer.num_tokens[split]:,} tokens")
-            flags += f" {flag} {shlex.quote(str(shards))}"
+            flags += f" {flag} {shlex.quote(shards)}"
     print(f"train on them: python train.py{flags}")
     return 0
 
@@ -227,7 +237,7 @@ def _name_of(inputs: list[str]) -> str:
     """What a single input is called, without .gz and .txt or the like."""
     if len(inputs) > 1:
         return "data"
-    path = Path(inputs[0]).expanduser().resolve()
+    path = Path(inputs[0]).resolve()
     return path.name if path.is_dir() else Path(path.name.removesuffix(".gz")).stem
 
 

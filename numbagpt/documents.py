@@ -42,7 +42,7 @@ def find_files(inputs: list[str]) -> list[Path]:
     """
     found = []
     for name in inputs:
-        path = Path(name).expanduser()
+        path = Path(name)
         if not path.is_dir():
             file_size(path)
             found.append(path)
@@ -148,11 +148,10 @@ def _json_document(line: str, where: str, key: str) -> Iterator[Piece]:
     except (ValueError, RecursionError) as error:
         place = f" at column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
         raise UserError(
-            f"{where} invalid JSON{place} ({getattr(error, 'msg', error)}); "
-            "expected one JSON object a line"
+            f"{where} invalid JSON{place} ({getattr(error, 'msg', error)}); " + _expected_json(line)
         ) from error
     if not isinstance(entry, dict):
-        raise UserError(f"{where} JSON of type {type(entry).__name__}; expected an object a line")
+        raise UserError(f"{where} JSON of type {type(entry).__name__}; {_expected_json(line)}")
     if key not in entry:
         names = ", ".join(list(entry)[:5]) or "none"
         raise UserError(
@@ -165,6 +164,11 @@ def _json_document(line: str, where: str, key: str) -> Iterator[Piece]:
         )
     if entry[key]:
         yield Piece(entry[key], first=True)
+
+
+def _expected_json(line: str) -> str:
+    fix = "; an array is made into them by: jq -c '.[]' FILE" if line.startswith("[") else ""
+    return f"expected JSON Lines, one object a line{fix}"
 
 
 def _not_utf8(path: Path, byte: int) -> UserError:

@@ -65,10 +65,28 @@ def check_writable_folder(path: str | os.PathLike) -> None:
         try:
             Path(path).mkdir(parents=True, exist_ok=True)
         except FileExistsError as error:
-            raise UserError(f"cannot write to folder {path}: a file of that name exists") from error
+            raise UserError(
+                f"cannot write to folder {path}: a file of that name exists; name another folder"
+            ) from error
         with tempfile.NamedTemporaryFile(dir=path, prefix=".writable-") as probe:
             probe.write(b"\0")
             probe.flush()
+
+
+@contextlib.contextmanager
+def no_empty_folders(path: str | os.PathLike) -> Iterator[None]:
+    """Remove at the end of the block what it made of the folder `path` and left empty.
+
+    Of a/b/c, where there is only a: c, then b. It does not matter how the block ends.
+    """
+    path = Path(path)
+    missing = [folder for folder in (path, *path.parents) if not os.path.exists(folder)]
+    try:
+        yield
+    finally:
+        for folder in missing:
+            with contextlib.suppress(OSError):  # it is not empty, or was never made
+                folder.rmdir()
 
 
 def file_size(path: str | os.PathLike) -> int:
@@ -77,7 +95,10 @@ def file_size(path: str | os.PathLike) -> int:
     Raises UserError if there is none: nothing there, a folder, a pipe, no permission.
     """
     with _explained(f"cannot read {path}"):
-        size = os.stat(path).st_size
+        try:
+            size = os.stat(path).st_size
+        except FileNotFoundError as error:
+            raise UserError(f"cannot read {path}: {error.strerror}; check the path") from error
         if not os.path.isfile(path):
             raise UserError(f"cannot read {path}: it is not a regular file")
     return size

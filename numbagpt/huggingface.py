@@ -25,13 +25,21 @@ from safetensors import SafetensorError, safe_open
 
 from numbagpt.config import GPT2Config
 from numbagpt.errors import UserError
-from numbagpt.files import atomic_write, check_writable_folder, file_size, read_bytes, read_floats
+from numbagpt.files import (
+    atomic_write,
+    check_writable_folder,
+    file_size,
+    no_empty_folders,
+    read_bytes,
+    read_floats,
+)
 from numbagpt.tensors import parameter_shapes
 from numbagpt.tokenizer import END_OF_TEXT
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PREFIX = "transformer."
+LARGEST_SIZE = 2**31 - 1  # of a config: what a .bin's header holds
 
 # our name: theirs; in the layers, after "h.<layer>."
 OUTER_NAMES = {"wte": "wte.weight", "wpe": "wpe.weight", "lnfw": "ln_f.weight", "lnfb": "ln_f.bias"}
@@ -103,8 +111,7 @@ def read(folder: str | os.PathLike) -> tuple[GPT2Config, dict[str, np.ndarray]]:
         for name, tensor in stored.items()
         if not MASK.fullmatch(name.removeprefix(prefix))
     }
-    expected = {prefix + name: shape for name, _, _, shape in _layout(config)}
-    _check_tensors(folder, expected, stored)
+    _check_tensors(folder, config, prefix, stored)
 
     parameters = {name: np.empty(s, np.float32) for name, s in parameter_shapes(config).items()}
     parameters["wte"] = pad_vocab(_read_tensor(stored[wte]), config)
@@ -127,8 +134,14 @@ def write(
 
     Raises UserError if the folder cannot be written.
     """
-    check_writable_folder(folder)
-    folder = Path(folder)
+    with no_empty_folders(folder):
+        check_writable_folder(folder)
+        _write_weights(Path(folder, WEIGHTS), config, parameters)
+        with atomic_write(Path(folder, "config.json")) as file:
+            file.write((json.dumps(_config_fields(config), indent=2) + "\n").encode())
+
+
+def _write_weights(path: Path, config: GPT2Config, parameters: Mapping[str, np.ndarray]) -> None:
     # Transformers refuses a file that does not say which framework's layout it follows.
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -138,7 +151,7 @@ def write(
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # so that the tensors start at a multiple of 8
 
-    with atomic_write(folder / WEIGHTS) as file:
+    with atomic_write(path) as file:
         file.write(struct.pack("<Q", len(text)) + text)
         for name, ours, layer, shape in _layout(config):
             array = parameters[ours][: shape[0]] if ours == "wte" else parameters[ours][layer]
@@ -146,8 +159,6 @@ def write(
             if array.shape != shape:
                 raise ValueError(f"{name} has shape {array.shape}, expected {shape}")
             file.write(np.ascontiguousarray(array, "<f4").data)
-    with atomic_write(folder / "config.json") as file:
-        file.write((json.dumps(_config_fields(config), indent=2) + "\n").encode())
 
 
 def pad_vocab(wte: np.ndarray, config: GPT2Config) -> np.ndarray:
@@ -190,7 +201,7 @@ def _config_fields(config: GPT2Config) -> dict[str, Any]:
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         fields = json.loads(read_bytes(path))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not JSON ({error}); download it again") from error
     if not isinstance(fields, dict):
         raise UserError(f"{path} holds a {type(fields).__name__}; expected a JSON object")
@@ -203,8 +214,11 @@ def _read_config(path: Path) -> GPT2Config:
         raise UserError(f'{path} has model_type {fields.get("model_type")!r}; expected "gpt2"')
     fields.setdefault("n_positions", fields.get("n_ctx"))
     for field in SIZES.values():
-        if type(fields.get(field)) is not int:
-            raise UserError(f"{path} has {field} = {fields.get(field)!r}; expected an integer")
+        if type(fields.get(field)) is not int or fields[field] > LARGEST_SIZE:
+            raise UserError(
+                f"{path} has {field} = {fields.get(field)!r}; expected an integer of at "
+                f"most {LARGEST_SIZE:,}; download it again"
+            )
     C = fields["n_embd"]
     # The hidden width is 4C, which null stands for.
     for field, values in (MATHS | {"n_inner": (None, 4 * C)}).items():
@@ -225,7 +239,10 @@ def _find_tensors(folder: Path) -> dict[str, Stored]:
         files = [WEIGHTS]
     elif (folder / INDEX).exists():
         shards = _read_json(folder / INDEX).get("weight_map")
-        if not isinstance(shards, dict) or not all(isinstance(n, str) for n in shards.values()):
+        # Not printable is what no path may have in it: NUL, half a character.
+        if not isinstance(shards, dict) or not all(
+            isinstance(name, str) and name.isprintable() for name in shards.values()
+        ):
             raise UserError(f"{folder / INDEX} has no weight_map; expected tensor names to files")
         files = sorted(set(shards.values()))
     else:
@@ -261,10 +278,18 @@ def _read_header(path: Path) -> Iterator[tuple[str, Stored]]:
 
 
 def _check_tensors(
-    folder: Path, expected: dict[str, tuple[int, ...]], stored: dict[str, Stored]
+    folder: Path, config: GPT2Config, prefix: str, stored: dict[str, Stored]
 ) -> None:
-    if missing := [name for name in expected if name not in stored]:
-        raise UserError(f"{folder} has no tensor {missing[0]}; expected the layout of GPT-2")
+    expected = {}
+    # Up to the first that is missing: a damaged config.json can ask for a billion layers.
+    for name, _, _, shape in _layout(config):
+        name = prefix + name
+        if name not in stored:
+            raise UserError(
+                f"{folder} has no tensor {name}; expected the layout of GPT-2, with "
+                f"{config.num_layers:,} layers from config.json; download both files again"
+            )
+        expected[name] = shape
     if unexpected := [name for name in stored if name not in expected]:
         raise UserError(f"{folder} has a tensor {unexpected[0]}, which is no part of GPT-2")
     for name, shape in expected.items():

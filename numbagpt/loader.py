@@ -27,17 +27,16 @@ class Position(NamedTuple):
 
 
 def find_shards(pattern: str) -> list[str]:
-    """The files a path or glob pattern names, sorted; ~ is the home folder, ** any folders.
+    """The files a path or glob pattern names, sorted; ** stands for any folders.
 
     Raises UserError if there are none.
     """
-    path = os.path.expanduser(pattern)
-    if os.path.isdir(path):
+    if os.path.isdir(pattern):
         raise UserError(
             f"{pattern} is a folder; expected a .bin file or a pattern; "
-            f"quote a pattern such as '{os.path.join(pattern, '*_train_*.bin')}'"
+            f"quote a pattern such as '{os.path.join(pattern, '*_train_??????.bin')}'"
         )
-    found = [path] if os.path.exists(path) else sorted(glob.glob(path, recursive=True))
+    found = [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern, recursive=True))
     if not found:
         raise UserError(
             f"no file matches '{pattern}'; expected token shards; "

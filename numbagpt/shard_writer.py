@@ -11,7 +11,10 @@ from typing import BinaryIO
 import numpy as np
 
 from numbagpt.errors import UserError
+from numbagpt.files import check_writable_folder, no_empty_folders
 from numbagpt.shards import TOKEN, write_header
+
+MAX_SHARDS = 10**6  # their number has six digits
 
 
 class ShardWriter:
@@ -31,6 +34,11 @@ class ShardWriter:
             written = self.num_tokens.get(split, 0)
             index, held = divmod(written, self._shard_tokens)
             if held == 0:
+                if index == MAX_SHARDS:
+                    raise UserError(
+                        f"more than {MAX_SHARDS:,} shards; expected at most that many, for their "
+                        "names to be in order; take a larger --shard_tokens"
+                    )
                 path = self._folder / f"{self._name}_{split}_{index:06d}.bin"
                 self._files[split] = open(path, "xb")  # noqa: SIM115  (finish or close)
                 write_header(self._files[split], 0)
@@ -76,12 +84,15 @@ def open_shards(
 
     Raises UserError if shards of that name exist, the folder cannot be written, the disk is full.
     """
-    missing = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        _find_old(name, folder, overwrite)
-        with tempfile.TemporaryDirectory(".tmp", f".{name}.", folder) as hidden:
-            writer = ShardWriter(Path(hidden), name, shard_tokens)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(no_empty_folders(folder))
+            check_writable_folder(folder)
+            _find_old(name, folder, overwrite)
+            hidden = Path(
+                stack.enter_context(tempfile.TemporaryDirectory(".tmp", f".{name}.", folder))
+            )
+            writer = ShardWriter(hidden, name, shard_tokens)
             try:
                 yield writer
                 writer.finish()
@@ -89,14 +100,9 @@ def open_shards(
                 writer.close()
             # Once more: another run may have written the same name in the meantime.
             old = _find_old(name, folder, overwrite)
-            _move(sorted(Path(hidden).iterdir()), folder, old)
-    except BaseException as error:
-        for path in missing:
-            with contextlib.suppress(OSError):
-                path.rmdir()
-        if isinstance(error, OSError):
-            raise UserError(f"cannot write to folder {folder}: {error.strerror}") from error
-        raise
+            _move(sorted(hidden.iterdir()), folder, old)
+    except OSError as error:
+        raise UserError(f"cannot write to folder {folder}: {error.strerror}") from error
 
 
 def _find_old(name: str, folder: Path, overwrite: bool) -> list[Path]:

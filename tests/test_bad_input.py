@@ -110,6 +110,10 @@ def output_folder_not_writable(files):
     return ["--output_dir", "tokens.bin/run"], ["tokens.bin/run", "Not a directory"]
 
 
+def failure_with_a_deep_output_folder(files):
+    return ["--output_dir", "new/deep", "--model", "d13"], ["--model d13"]
+
+
 CASES = [
     wrong_magic,
     wrong_version,
@@ -129,6 +133,7 @@ CASES = [
     precision_without_a_gpu,
     output_folder_is_a_file,
     output_folder_not_writable,
+    failure_with_a_deep_output_folder,
 ]
 
 
@@ -196,6 +201,26 @@ def test_an_unknown_flag_is_named(tmp_path, program):
     found = subprocess.run(module, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert found.returncode == 2
     assert found.stderr == "error: unrecognized arguments: --nope (--help lists the flags)\n"
+
+
+def test_a_tilde_is_the_home_folder_in_every_path(files, monkeypatch):
+    """Also where the shell leaves it alone; what it does not expand is a name like any other."""
+    monkeypatch.setenv("HOME", str(files / "home"))
+    (files / "~tilde.bin").write_bytes((files / "tokens.bin").read_bytes())
+    flags = ["--model", "start.bin", "--device", "cpu", "--batch_size", 2, "--num_iterations", 1]
+    flags += ["--sequence_length", 8]
+    for folder in ("~/run", "~nouser/run", "./~/run"):
+        found = run(
+            "train.py", *flags, "--input_bin", "~tilde.bin", "--output_dir", folder, cwd=files
+        )
+        assert (found.returncode, found.stderr) == (0, "")
+    assert {path.relative_to(files).as_posix() for path in files.rglob("model_*.bin")} == {
+        f"{folder}/run/model_00000001.bin" for folder in ("home", "~nouser", "~")
+    }
+    flags = [*flags, "--input_bin", "./~tilde.bin", "--output_dir", "again", "--model"]
+    for model in ("~/run/model_00000001.bin", "~nouser/run", "./~/run"):
+        found = run("train.py", *flags, model, cwd=files)
+        assert (found.returncode, found.stderr) == (0, "")
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import resource
 import struct
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 from numbagpt import huggingface
-from numbagpt.checkpoint import export, latest_checkpoint, load_model, main, read_model, write_model
+from numbagpt.checkpoint import export, find_checkpoints, load_model, main, read_model, write_model
 from numbagpt.config import GPT2Config
 from numbagpt.errors import UserError
 from numbagpt.tensors import parameter_shapes
@@ -238,9 +239,9 @@ def test_the_newest_checkpoint_of_a_folder(tmp_path):
         "xmodel_999999999.bin",
     ]:
         (tmp_path / name).write_bytes(b"")
-    assert latest_checkpoint(tmp_path) == tmp_path / "model_100000000.bin"
+    assert find_checkpoints(tmp_path)[0] == tmp_path / "model_100000000.bin"
     os.utime(tmp_path / "model_00000003.bin", (1001, 1001))
-    assert latest_checkpoint(tmp_path) == tmp_path / "model_00000003.bin"
+    assert find_checkpoints(tmp_path)[0] == tmp_path / "model_00000003.bin"
     parameters = make_parameters()
     write_model(tmp_path / "model_100000000.bin", CONFIG, parameters)
     config, got = load_model(tmp_path)
@@ -248,11 +249,31 @@ def test_the_newest_checkpoint_of_a_folder(tmp_path):
     assert_same(got, parameters)
 
 
+def test_a_damaged_newest_checkpoint(tmp_path):
+    """The newest of the whole ones is named; it is not taken silently."""
+    paths = [tmp_path / f"model_0000000{step}.bin" for step in range(1, 5)]
+    for time, path in enumerate(paths):
+        write_model(path, CONFIG, make_parameters())
+        os.utime(path, (time, time))
+    for broken, content in ((paths[3], b""), (paths[2], paths[2].read_bytes()[:-1])):
+        time = os.stat(broken).st_mtime
+        broken.write_bytes(content)
+        os.utime(broken, (time, time))
+    with pytest.raises(UserError) as error:
+        load_model(tmp_path)
+    assert str(error.value).startswith(f"{paths[3]} has 0 bytes; ")
+    assert str(error.value).endswith(f"; or name an older one: {paths[1]}")
+    for path in paths[:3]:
+        path.unlink()
+    with pytest.raises(UserError, match=r"truncated or something else$"):
+        load_model(tmp_path)
+
+
 @pytest.mark.parametrize("name", ["missing", "file"])
 def test_no_folder_of_checkpoints(tmp_path, name):
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(UserError, match=r"no folder .*; expected the output folder"):
-        latest_checkpoint(tmp_path / name)
+        find_checkpoints(tmp_path / name)
 
 
 def test_load_model_takes_every_format(tmp_path, model_bin):
@@ -278,7 +299,11 @@ def test_export_from_the_command_line(tmp_path, model_bin):
 def test_export_refusals(tmp_path, model_bin, capsys):
     missing, out = tmp_path / "missing.bin", tmp_path / "out"
     for source, folder, message in [
-        (missing, out, f"error: cannot read {missing}: No such file or directory\n"),
+        (
+            missing,
+            out,
+            f"error: cannot read {missing}: No such file or directory; check the path\n",
+        ),
         (model_bin, model_bin, f"error: cannot write to folder {model_bin}: a file of that name"),
     ]:
         assert main(["export", str(source), str(folder)]) == 1
@@ -297,6 +322,23 @@ def test_export_flags(capsys, arguments):
         main(arguments)
     assert status.value.code == 2
     assert re.fullmatch("error: [^\n]+\n", capsys.readouterr().err)
+
+
+def test_export_to_a_full_disk(tmp_path, model_bin):
+    # The system refuses the bytes beyond a limit as it does those beyond a disk.
+    folder = tmp_path / "new" / "exported"
+    ended = subprocess.run(
+        [sys.executable, "-m", "numbagpt.checkpoint", "export", str(model_bin), str(folder)],
+        capture_output=True,
+        text=True,
+        check=False,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (5_000, 5_000)),
+        env=os.environ | {"PYTHONDONTWRITEBYTECODE": "1"},
+    )
+    assert ended.returncode == 1
+    assert ended.stderr.count("\n") == 1
+    assert f"cannot write {folder}/model.safetensors: File too large" in ended.stderr
+    assert not (tmp_path / "new").exists()
 
 
 def test_export_interrupted(tmp_path, model_bin, monkeypatch, capsys):

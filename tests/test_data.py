@@ -74,7 +74,12 @@ def test_documents_in_order_each_after_end_of_text(corpus, tmp_path):
 
 @pytest.mark.parametrize(
     ("fraction", "chosen"),
-    [("0.5", range(0, 27, 2)), ("0.3", [0, 3, 6, 10, 13, 16, 20, 23, 26]), ("1/26", [0, 26])],
+    [
+        ("0.5", range(0, 27, 2)),
+        ("0.3", [0, 3, 6, 10, 13, 16, 20, 23, 26]),
+        ("1/26", [0, 26]),
+        ("1e-18", [0]),
+    ],
 )
 def test_val_fraction_spreads_documents_evenly(corpus, tmp_path, fraction, chosen):
     folder, texts = corpus
@@ -166,7 +171,7 @@ def test_split_text(pieces, cut, expected):
 def test_it_says_how_to_train(corpus, tmp_path, capsys):
     make(corpus[0], "--output_dir", tmp_path / "out")
     out, err = capsys.readouterr()
-    train, val = (f"{tmp_path}/out/corpus_{split}_*.bin" for split in ("train", "val"))
+    train, val = (f"{tmp_path}/out/corpus_{split}_??????.bin" for split in ("train", "val"))
     count = len(split_of(tmp_path / "out", "train", "corpus"))
     assert f"{train}: {count:,} tokens\n" in out
     assert f"python train.py --input_bin '{train}' --input_val_bin '{val}'\n" in out
@@ -182,6 +187,14 @@ def test_what_it_says_works_for_any_name(corpus, tmp_path, capsys):
     assert (train_flag, val_flag) == ("--input_bin", "--input_val_bin")
     assert find_shards(train) == [str(folder / "it's [x]?_train_000000.bin")]
     assert find_shards(val) == [str(folder / "it's [x]?_val_000000.bin")]
+
+
+def test_what_it_says_takes_no_other_data_set(corpus, tmp_path, capsys):
+    for name in ("web", "web_train_x", "web_val_x"):
+        make(corpus[0], "--output_dir", tmp_path / "out", "--name", name)
+        *_, train, _, val = shlex.split(capsys.readouterr().out.splitlines()[-1])
+        for split, pattern in (("train", train), ("val", val)):
+            assert find_shards(pattern) == [f"{tmp_path}/out/{name}_{split}_000000.bin"]
 
 
 # --- bad input ---
@@ -226,6 +239,14 @@ def test_bad_input_is_one_line_and_nothing_written(tmp_path, capsys, name, where
     assert expected in refuse(tmp_path, capsys, *inputs, *arguments)
 
 
+def test_an_output_folder_that_is_a_file(corpus, tmp_path, capsys):
+    file = corpus[0] / "a.txt"
+    message = refuse(tmp_path, capsys, file, "--output_dir", file)
+    assert message == (
+        f"error: cannot write to folder {file}: a file of that name exists; name another folder\n"
+    )
+
+
 def test_more_validation_documents_than_there_are(corpus, tmp_path, capsys):
     flags = ("--output_dir", tmp_path / "out", "--val_documents", "27")
     assert "every document would be for" in refuse(tmp_path, capsys, corpus[0], *flags)
@@ -240,7 +261,7 @@ def test_shards_that_exist_are_replaced_only_when_asked(corpus, tmp_path, capsys
     assert split_of(tmp_path / "out", "val", "corpus") == tokens_of(corpus[1][2], corpus[1][12])
 
 
-@pytest.mark.parametrize("name", ["a/b", "..", "/"])
+@pytest.mark.parametrize("name", ["a/b", "..", "/", ""])
 def test_a_name_that_is_none_is_refused(corpus, tmp_path, capsys, name):
     flags = ("--output_dir", tmp_path / "out", "--name", name)
     assert "expected the beginning of a file name" in refuse(tmp_path, capsys, corpus[0], *flags)
@@ -253,6 +274,11 @@ def test_a_name_that_is_none_is_refused(corpus, tmp_path, capsys, name):
         ["--val_fraction", "-0.1"],
         ["--val_fraction", "nan"],
         ["--val_fraction", "1/0"],
+        ["--val_fraction", "1e-99999999"],
+        ["--val_fraction", "1e99999999"],
+        ["--val_fraction", "0e-99999999"],
+        ["--val_fraction", "1e-19"],
+        ["--val_fraction", "1/9999999999999999999"],
         ["--val_fraction", "0.1", "--val_documents", "1"],
         ["--val_documents", "0"],
         ["--shard_tokens", "0"],
@@ -289,6 +315,28 @@ def test_command_line(corpus, tmp_path):
     assert (ended.returncode, ended.stderr) == (0, "")
     assert "train on them" in ended.stdout
     assert split_of(tmp_path / "out", "val", "corpus") == tokens_of(*corpus[1][::10])
+
+
+@pytest.mark.parametrize("name", ["~tilde.txt", "./~tilde.txt", "~/home.txt"])
+def test_command_line_with_a_tilde(tmp_path, name):
+    """It is the home folder also where the shell leaves it alone, else a character like others."""
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "home.txt").write_text("At home.\nAnd there.\n")
+    (tmp_path / "~tilde.txt").write_text("Tilde.\nAnd there.\n")
+    stem = name.rpartition("/")[2].removesuffix(".txt")
+    environment = os.environ | {"HOME": str(tmp_path / "home")}
+    for given, folder, printed in [
+        ("~nouser/x", "~nouser/x", "~nouser/x"),
+        ("./~/x", "~/x", "./~/x"),
+        ("~/x", "home/x", f"{tmp_path}/home/x"),
+    ]:
+        ended = command(name, "--output_dir", given, cwd=tmp_path, env=environment)
+        assert (ended.returncode, ended.stderr) == (0, "")
+        made = sorted(path.name for path in (tmp_path / folder).iterdir())
+        assert made == [f"{stem}_train_000000.bin", f"{stem}_val_000000.bin"]
+        # The pattern it prints means the same folder to train.py, which expands ~ as well.
+        pattern = shlex.split(ended.stdout.splitlines()[-1])[-1]
+        assert pattern == f"{printed}/{stem}_val_??????.bin"
 
 
 def test_command_line_refuses_in_one_line(corpus, tmp_path):

@@ -140,9 +140,17 @@ def test_bytes_that_are_not_utf8_are_placed(tmp_path, monkeypatch, name, at, blo
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        ('{"text": "x"', r"line 3: invalid JSON at column 13 \(.*one JSON object a line"),
+        ('{"text": "x"', r"line 3: invalid JSON at column 13 \(.*JSON Lines, one object a line"),
         ("plain text", "line 3: invalid JSON at column 1"),
-        ('["x"]', "line 3: JSON of type list; expected an object"),
+        (
+            '["x"]',
+            r"line 3: JSON of type list; expected JSON Lines, one object a line; an array .* jq -c",
+        ),
+        (
+            "[",
+            r"line 3: invalid JSON at column 2 \(.*expected JSON Lines.*by: jq -c '\.\[\]' FILE$",
+        ),
+        ("7", "line 3: JSON of type int; expected JSON Lines, one object a line$"),
         (
             '{"body": "x", "id": 1}',
             r"line 3: no field 'text' among its fields \(body, id\); .*--text_key",
@@ -193,7 +201,7 @@ def test_find_files(tmp_path):
 def test_inputs_that_are_not_there_are_refused(tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "a.bin").write_bytes(b"")
-    with pytest.raises(UserError, match=r"none\.txt: No such file"):
+    with pytest.raises(UserError, match=r"none\.txt: No such file or directory; check the path"):
         find_files([str(tmp_path / "none.txt")])
     with pytest.raises(UserError, match=r"empty has no \.txt, "):
         find_files([str(tmp_path / "empty")])

@@ -1,5 +1,6 @@
 """numbagpt.files: whole files or none, and one clear line for everything the system refuses."""
 
+import contextlib
 import errno
 import os
 import resource
@@ -13,7 +14,14 @@ import pytest
 
 from numbagpt import files
 from numbagpt.errors import UserError
-from numbagpt.files import atomic_write, check_writable_folder, file_size, read_bytes, read_floats
+from numbagpt.files import (
+    atomic_write,
+    check_writable_folder,
+    file_size,
+    no_empty_folders,
+    read_bytes,
+    read_floats,
+)
 
 
 def names(folder: Path) -> list[str]:
@@ -204,7 +212,7 @@ def test_check_writable_folder_makes_it_and_leaves_it_empty(tmp_path):
 def test_check_writable_folder_refusals(tmp_path, monkeypatch):
     (tmp_path / "file").write_bytes(b"")
     for path, reason in [
-        (tmp_path / "file", "a file of that name exists"),
+        (tmp_path / "file", "a file of that name exists; name another folder"),
         (tmp_path / "file" / "below", os.strerror(errno.ENOTDIR)),
     ]:
         with pytest.raises(UserError) as error:
@@ -232,11 +240,28 @@ def test_check_writable_folder_sees_a_full_disk(tmp_path, limit_file_size):
     assert names(tmp_path) == []
 
 
+def test_no_empty_folders(tmp_path):
+    """Only what the block made is removed, and of that only what is empty."""
+    (tmp_path / "a").mkdir()
+    deep = tmp_path / "a" / "b" / "c"
+    for file, left in [
+        (None, []),
+        (deep.parent / "file", [deep.parent, deep.parent / "file"]),
+        (deep / "file", [deep.parent, deep, deep.parent / "file", deep / "file"]),
+    ]:
+        with contextlib.suppress(KeyboardInterrupt), no_empty_folders(deep):
+            deep.mkdir(parents=True)
+            if file:
+                file.touch()
+            raise KeyboardInterrupt
+        assert sorted(tmp_path.rglob("*")) == sorted([tmp_path / "a", *left])
+
+
 @pytest.mark.parametrize("read", [file_size, read_bytes])
 def test_reading_what_is_not_a_file(tmp_path, read):
     os.mkfifo(tmp_path / "pipe")
     for name, reason in [
-        ("missing", os.strerror(errno.ENOENT)),
+        ("missing", f"{os.strerror(errno.ENOENT)}; check the path"),
         (".", "it is not a regular file"),
         ("pipe", "it is not a regular file"),
     ]:

@@ -168,7 +168,9 @@ def test_shards(tmp_path):
     assert "model-00002-of-00002.safetensors: No such file" in message_of(tmp_path)
 
 
-@pytest.mark.parametrize("index", [{}, {"weight_map": 3}, {"weight_map": {"wte.weight": 3}}])
+@pytest.mark.parametrize(
+    "index", [{}, *({"weight_map": value} for value in (3, {"a": 3}, {"a": "\0"}, {"a": "\ud800"}))]
+)
 def test_shards_without_a_map(tmp_path, index):
     (tmp_path / "config.json").write_text(json.dumps(FIELDS))
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -208,6 +210,8 @@ def test_fields_that_do_not_change_the_maths(tmp_path):
         ("n_head", 3.0, "has n_head = 3.0; expected an integer"),
         ("vocab_size", True, "has vocab_size = True; expected an integer"),
         ("n_positions", None, "has n_positions = None; expected an integer"),
+        ("n_embd", 2**31, "has n_embd = 2147483648; expected an integer of at most 2,147,483,647"),
+        ("n_embd", 10**4299, "expected an integer of at most 2,147,483,647"),
         ("n_head", 5, "model has 12 channels and 5 heads"),
         ("n_layer", 0, "model has num_layers = 0"),
     ],
@@ -224,12 +228,21 @@ def test_configs_that_are_not_ours(tmp_path, field, value, message):
         (b"", "is not JSON"),
         (b'{"model_type": "gpt2"', "is not JSON"),
         (b"\xff\xfe\x00", "is not JSON"),
+        (b"[" * 200_000, "is not JSON"),
+        (b"1" * 5000, "is not JSON"),
         (b"[1, 2]", "holds a list; expected a JSON object"),
     ],
 )
 def test_damaged_config(tmp_path, content, message):
     save(tmp_path, theirs())
     (tmp_path / "config.json").write_bytes(content)
+    assert message in message_of(tmp_path)
+
+
+def test_more_layers_than_there_are(tmp_path):
+    """The first that is missing is named at once, not after a list of a billion is made."""
+    save(tmp_path, theirs(), n_layer=1_000_000_000)
+    message = "no tensor h.2.ln_1.weight; expected the layout of GPT-2, with 1,000,000,000 layers"
     assert message in message_of(tmp_path)
 
 
@@ -322,6 +335,13 @@ def test_an_interrupted_write_leaves_the_old_folder(tmp_path):
     with pytest.raises(ValueError, match=r"h\.0\.mlp.c_fc.weight has shape"):
         write(tmp_path, CONFIG, broken)
     assert {entry.name: entry.read_bytes() for entry in tmp_path.iterdir()} == before
+
+
+def test_an_interrupted_write_leaves_no_new_folder(tmp_path):
+    broken = ours(theirs()) | {"fcw": np.zeros((2, C, 4 * C), np.float32)}
+    with pytest.raises(ValueError, match=r"h\.0\.mlp.c_fc.weight has shape"):
+        write(tmp_path / "new" / "deep", CONFIG, broken)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_write_to_a_folder_that_cannot_be(tmp_path):

@@ -98,10 +98,10 @@ def test_patterns(tmp_path, monkeypatch):
     (tmp_path / "deep").mkdir()
     random_shards(tmp_path / "deep", 10)
     (tmp_path / "[1].bin").write_bytes(b"")
-    monkeypatch.setenv("HOME", str(tmp_path))
     both = [str(tmp_path / "s0.bin"), str(tmp_path / "s1.bin")]
     assert find_shards(str(tmp_path / "s*.bin")) == both
-    assert find_shards("~/s?.bin") == both
+    monkeypatch.chdir(tmp_path)
+    assert find_shards("s?.bin") == ["s0.bin", "s1.bin"]
     assert find_shards(str(tmp_path / "**/s0.bin")) == [
         str(tmp_path / "deep/s0.bin"),
         str(tmp_path / "s0.bin"),
@@ -118,7 +118,7 @@ def test_a_pattern_that_matches_nothing_is_refused(tmp_path, monkeypatch, patter
 
 
 def test_a_folder_is_refused_with_a_pattern(tmp_path):
-    with pytest.raises(UserError, match=r"is a folder; .*_train_\*\.bin"):
+    with pytest.raises(UserError, match=r"is a folder; .*_train_\?{6}\.bin"):
         TokenLoader(str(tmp_path), 1, 1, V)
 
 

@@ -130,11 +130,24 @@ def test_a_move_that_fails_is_undone(tmp_path, monkeypatch):
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "file").write_bytes(b"")
-    with pytest.raises(UserError, match=r"cannot write to folder .*file: File exists"):
+    with pytest.raises(UserError, match=r"file: a file of that name exists; name another"):
         open_shards(tmp_path / "file", "set", 10).__enter__()
     with pytest.raises(UserError, match=r"cannot write to folder .*below: Not a directory"):
         open_shards(tmp_path / "file" / "below", "set", 10).__enter__()
     assert tree(tmp_path) == {"file": b""}
+
+
+def test_no_more_shards_than_their_numbers_have_digits_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(shard_writer, "MAX_SHARDS", 3)
+    with open_shards(tmp_path / "new", "set", 10) as writer:
+        writer.write("train", np.zeros(30, np.uint16))
+    before = tree(tmp_path)
+    with (
+        pytest.raises(UserError, match=r"more than 3 shards; .*take a larger --shard_tokens"),
+        open_shards(tmp_path / "another", "set", 10) as writer,
+    ):
+        writer.write("train", np.zeros(31, np.uint16))
+    assert tree(tmp_path) == before
 
 
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root writes anywhere")

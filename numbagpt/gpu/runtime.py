@@ -5,6 +5,7 @@ prints and what a bug report needs; `configure()` sets Numba up before the first
 Nothing here makes a CUDA context, except `gpu_info()`, which has to ask it for the free memory.
 """
 
+import atexit
 import functools
 import hashlib
 import os
@@ -201,7 +202,9 @@ def _kernel_cache() -> Path:
     except (OSError, UserError):
         # A home that cannot be written to. Numba would put the cache beside the sources instead,
         # without the hash: better to compile in every process.
-        return Path(tempfile.mkdtemp(prefix="numbagpt-kernels-"))
+        temporary = tempfile.mkdtemp(prefix="numbagpt-kernels-")
+        atexit.register(shutil.rmtree, temporary, ignore_errors=True)
+        return Path(temporary)
     by_use = sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)
     for old in by_use[_KEPT_KERNEL_CACHES:]:
         shutil.rmtree(old, ignore_errors=True)

@@ -191,6 +191,19 @@ def test_cache_dir_that_cannot_be_made(monkeypatch, tmp_path):
         cache.cache_dir()
 
 
+def test_cache_dir_of_a_user_that_is_not_known(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("NUMBAGPT_CACHE", "~nouser/cache")
+    assert cache.cache_dir() == Path("~nouser/cache")
+    assert (tmp_path / "~nouser/cache").is_dir()
+    monkeypatch.delenv("NUMBAGPT_CACHE")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    # What expanduser answers for a user without $HOME and without an entry in /etc/passwd.
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    with pytest.raises(UserError, match=r"no home folder found .*; set NUMBAGPT_CACHE to"):
+        cache.cache_dir()
+
+
 @pytest.fixture
 def numba_config(monkeypatch, tmp_path):
     monkeypatch.setenv("NUMBAGPT_CACHE", str(tmp_path))
@@ -228,6 +241,18 @@ def test_unwritable_cache_gives_a_temporary_one(numba_config, monkeypatch, tmp_p
     folder = runtime.configure.__wrapped__()
     assert folder.parent == tmp_path
     assert folder.name.startswith("numbagpt-kernels-")
+
+
+def test_a_temporary_cache_is_removed_at_the_end(tmp_path):
+    (tmp_path / "file").touch()
+    (tmp_path / "tmp").mkdir()
+    cache = {"NUMBAGPT_CACHE": str(tmp_path / "file"), "TMPDIR": str(tmp_path / "tmp")}
+    command = [sys.executable, "-m", "numbagpt"]
+    report = subprocess.run(
+        command, env=os.environ | cache, capture_output=True, text=True, check=True, timeout=120
+    )
+    assert f"{tmp_path}/tmp/numbagpt-kernels-" in report.stdout
+    assert list((tmp_path / "tmp").iterdir()) == []
 
 
 def test_any_edit_changes_the_hash(tmp_path):
