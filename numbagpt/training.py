@@ -114,15 +114,18 @@ class Trainer:
         return pack_batch(inputs, targets, self._pool.take())
 
     def step(self, batches: Iterable[np.ndarray], learning_rate: float) -> None:
-        """Queue one optimizer step on accumulation_steps packed batches."""
+        """Queue one optimizer step on accumulation_steps packed batches.
+
+        If `batches` raises, the step is given up: parameters, moments and `steps` stay as they are.
+        """
         if len(self._pending) == len(self._slots):
             raise RuntimeError("two steps are in flight: read() a result before the next step")
         slot = self._slots[self.steps % len(self._slots)]
-        self.steps += 1
         for i, batch in zip(range(self._accumulation_steps), batches, strict=True):
             slot.batches.append(batch)  # keeps the buffer from the pool until it was copied
             self.model.set_batch(batch)
             self._micro_steps[i > 0]()
+        self.steps += 1
         slot.hyper[:] = (
             learning_rate,
             1.0 - self.beta1**self.steps,
