@@ -247,3 +247,17 @@ def test_no_buffer_is_used_again_before_it_was_copied(tmp_path, accumulation: in
     train_from_a_thread(trainer, tmp_path, steps, accumulation)
     assert device.done == len(device.uploads) == steps * accumulation + 3
     assert len({buffer.ctypes.data for buffer, _ in device.uploads}) <= 2 * accumulation + 6
+
+
+def test_within_a_step_the_host_is_two_batches_ahead_at_most() -> None:
+    device = LateDevice()
+    trainer = Trainer(make_model(TINY, B, T, device), accumulation_steps=6)
+    ahead = []
+
+    def batches() -> Iterator[np.ndarray]:
+        for batch in packed_batches(TINY, B, T, range(6)):
+            ahead.append(len(device.uploads) - device.done)
+            yield batch
+
+    trainer.step(batches(), 1e-3)
+    assert ahead == [0, 1, 2, 2, 2, 2]
