@@ -36,6 +36,8 @@ SAMPLE_TOKENS, SAMPLE_TEMPERATURE = 64, 0.8
 # with 100 steps of it than with 25.
 MAX_WARMUP = 700
 
+STOPPING = "stopping; a checkpoint of the last whole step follows (Ctrl-C again: at once, without)"
+
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     """The flags; None where the default depends on model and device (see fill_in_defaults)."""
@@ -186,6 +188,7 @@ class Run:
     ) -> None:
         self.trainer, self.model, self.options = trainer, trainer.model, options
         self.batches, self.val_loader, self.progress = batches, val_loader, progress
+        self.interrupt = cli.Interrupt(STOPPING)
         self.only_batch = batches.next_batch() if options.overfit_single_batch else None
 
     def train(self) -> int:
@@ -197,18 +200,26 @@ class Run:
 
         in_flight = 1 if self.model.device.name == "cuda" else 0
         # NumPy need not warn of an overflow: report() stops a run that went astray, in one line.
-        with cli.Interrupt() as interrupt, np.errstate(all="ignore"):
-            for step in range(self.options.num_iterations):
-                if interrupt.requested:
-                    self.report()
-                    self.write_checkpoint(step)
-                    print(f"interrupted after step {step}")
-                    return cli.INTERRUPTED
-                self.between_steps(step)
-                self.step(step)
-                self.report(in_flight)
-            self.between_steps(self.options.num_iterations)
+        with self.interrupt, np.errstate(all="ignore"):
+            try:
+                for step in range(self.options.num_iterations):
+                    self.between_steps(step)
+                    self.step(step)
+                    self.report(in_flight)
+                self.between_steps(self.options.num_iterations)
+            except cli.Stopped:
+                self.stop()
+                return cli.INTERRUPTED
         return 0
+
+    def stop(self) -> None:
+        """Write a checkpoint of the last whole step, if there is one."""
+        self.report()
+        if steps := self.trainer.steps:
+            self.write_checkpoint(steps)
+            print(f"interrupted after step {steps}")
+        else:
+            print("interrupted in the first step: there is no checkpoint")
 
     def step(self, step: int) -> None:
         """Queue one optimizer step."""
@@ -217,7 +228,7 @@ class Run:
             batches = (self.batches.next_batch() for _ in range(count))
         else:
             batches = [self.only_batch] * count
-        self.trainer.step(batches, self.learning_rate(step))
+        self.trainer.step(self.interrupt.watch(batches), self.learning_rate(step))
 
     def report(self, in_flight: int = 0) -> None:
         """Print a line for each step that was not yet, but for the last `in_flight`."""
@@ -237,6 +248,7 @@ class Run:
         def is_time(every: int) -> bool:
             return step == self.options.num_iterations or (every > 0 and step % every == 0)
 
+        self.interrupt.check()
         o = self.options
         validate = self.val_loader is not None and is_time(o.val_loss_every)
         sample = step > 0 and is_time(o.sample_every)
@@ -257,7 +269,8 @@ class Run:
         loader = self.val_loader
         loader.reset()
         count = min(self.options.val_max_steps, loader.num_batches)
-        loss = self.trainer.evaluate(self.trainer.pack(*loader.next_batch()) for _ in range(count))
+        batches = (self.trainer.pack(*loader.next_batch()) for _ in range(count))
+        loss = self.trainer.evaluate(self.interrupt.watch(batches))
         self.progress.check_finite("validation loss", loss)
         print(f"validation loss after step {step}: {loss:.4f}")
 
@@ -273,13 +286,16 @@ class Run:
         except UserError as error:
             print(f"no sample: {error}")
         else:
-            print(f"--- sample after step {step}", "".join(pieces), "---", sep="\n")
+            text = "".join(self.interrupt.watch(pieces))
+            print(f"--- sample after step {step}", text, "---", sep="\n")
 
     def write_checkpoint(self, step: int) -> None:
-        """Write the weights as model_<step>.bin."""
+        """Write the weights as model_<step>.bin, unless that is what was written last."""
         from numbagpt.checkpoint import write_model
 
         path = Path(self.options.output_dir) / f"model_{step:08d}.bin"
+        if path == self.progress.last_checkpoint:
+            return
         write_model(path, self.model.config, self.model.each_parameter())
         self.progress.last_checkpoint = path
         print(f"wrote {path}")
