@@ -21,8 +21,8 @@ from numbagpt.config import PRESETS, GPT2Config
 from numbagpt.errors import UserError
 from numbagpt.schedule import learning_rate_at
 
-# NumPy and what loads Numba are imported where they are used: that takes a second, in which --help
-# and a mistyped flag should not have to wait, and Ctrl-C be answered with a traceback.
+# NumPy and what loads Numba are imported in main or where they are used: that takes a second, for
+# which --help and a mistyped flag should not have to wait.
 if TYPE_CHECKING:
     import numpy as np
 
@@ -304,6 +304,13 @@ class Run:
 def main(argv: list[str] | None = None) -> int:
     """Train as the command line says; returns the exit status."""
     options = parse_arguments(argv)
+    with cli.loading():
+        from numbagpt.gpt2 import GPT2
+        from numbagpt.gpu import profile
+        from numbagpt.loader import Prefetcher, TokenLoader
+        from numbagpt.memory import num_parameters
+        from numbagpt.state import plan_model
+        from numbagpt.training import Trainer
     with cli.output_folder(options.output_dir):
         device, processor = cli.choose_device(options)
         config, make_parameters = find_model(options.model, options.seed)
@@ -311,14 +318,6 @@ def main(argv: list[str] | None = None) -> int:
         model_options = cli.model_options(options, device, config)
         model_options["recompute"] = options.recompute
         options.precision = model_options["precision"]
-
-        from numbagpt.gpt2 import GPT2
-        from numbagpt.gpu import profile
-        from numbagpt.loader import Prefetcher, TokenLoader
-        from numbagpt.memory import num_parameters
-        from numbagpt.state import plan_model
-        from numbagpt.training import Trainer
-
         if options.nvtx:
             profile.enable()
         o, B, T, V = options, options.batch_size, options.sequence_length, config.vocab_size

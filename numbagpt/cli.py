@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from importlib import import_module
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from numbagpt.errors import UserError
@@ -213,6 +214,26 @@ class Interrupt:
             yield item
 
 
+@contextlib.contextmanager
+def loading() -> Iterator[None]:
+    """Inside the block, which only imports, Ctrl-C ends the program at once.
+
+    A KeyboardInterrupt does not always arrive where it could be caught: NumPy's and Numba's
+    extension modules make other errors of it.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    _on_ctrl_c(_end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _end(*_: object) -> NoReturn:
+    _say("interrupted")
+    os._exit(INTERRUPTED)
+
+
 def _on_ctrl_c(handler: Callable) -> None:
     """Make Ctrl-C call the handler, unless it is ignored, as in a script's background."""
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
@@ -224,6 +245,17 @@ def _say(line: str) -> None:
     if sys.stderr is not None:  # it is None where the shell closed it
         with contextlib.suppress(OSError):
             os.write(sys.stderr.fileno(), f"{line}\n".encode())
+
+
+def run_module(name: str) -> int:
+    """Import a module, which loads NumPy or Numba and takes a while, and run its `main`."""
+
+    def program() -> int:
+        with loading():
+            module = import_module(name)
+        return module.main()
+
+    return run_program(program)
 
 
 def run_program(program: Callable[[], int]) -> int:
