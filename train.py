@@ -219,7 +219,7 @@ class Run:
             self.write_checkpoint(steps)
             print(f"interrupted after step {steps}")
         else:
-            print("interrupted in the first step: there is no checkpoint")
+            print("interrupted before the first step was done: there is no checkpoint")
 
     def step(self, step: int) -> None:
         """Queue one optimizer step."""

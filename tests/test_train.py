@@ -317,7 +317,7 @@ def test_ctrl_c_within_the_first_step_writes_no_checkpoint(flags, tmp_path, at_c
     assert train.main(flags(total_batch_size=16 * 10**6)) == 130
     out, err = capfd.readouterr()
     assert err == f"{train.STOPPING}\n"
-    assert out.endswith("interrupted in the first step: there is no checkpoint\n")
+    assert out.endswith("interrupted before the first step was done: there is no checkpoint\n")
     assert not (tmp_path / "run").exists()
 
 
