@@ -51,11 +51,10 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 def load(options: argparse.Namespace) -> "GPT2":
     """The model that --checkpoint names, on the device."""
+    with cli.loading():
+        from numbagpt.checkpoint import load_model
+        from numbagpt.gpt2 import GPT2
     device, _ = cli.choose_device(options)
-
-    from numbagpt.checkpoint import load_model
-    from numbagpt.gpt2 import GPT2
-
     config, parameters = load_model(options.checkpoint)
     model_options = cli.model_options(options, device, config)
     model = GPT2(config, device, 1, config.max_seq_len, training=False, **model_options)
@@ -66,16 +65,15 @@ def load(options: argparse.Namespace) -> "GPT2":
 def main(argv: list[str] | None = None) -> int:
     """Sample as the command line says; returns the exit status."""
     options = parse_arguments(argv)
-
-    import numpy as np
-
-    from numbagpt import sampling, tokenizer
-
     if not os.path.exists(options.checkpoint):
         raise UserError(
             f"--checkpoint {options.checkpoint}: there is no such file or folder; "
             "python train.py makes one"
         )
+    with cli.loading():
+        import numpy as np
+
+        from numbagpt import sampling, tokenizer
     model = load(options)
     prompt = tokenizer.encode(options.prompt)
     if len(prompt) > model.T:

@@ -22,8 +22,8 @@ from numbagpt.config import PRESETS, GPT2Config
 from numbagpt.errors import UserError
 from numbagpt.schedule import learning_rate_at
 
-# NumPy and what loads Numba are imported where they are used: that takes a second, in which --help
-# and a mistyped flag should not have to wait, and Ctrl-C be answered with a traceback.
+# NumPy and what loads Numba are imported in main or where they are used: that takes a second, for
+# which --help and a mistyped flag should not have to wait.
 if TYPE_CHECKING:
     import numpy as np
 
@@ -36,6 +36,8 @@ SAMPLE_TOKENS, SAMPLE_TEMPERATURE = 64, 0.8
 # Short runs need a large part of themselves: 500 steps of d12 on tinyshakespeare end 0.3 nats lower
 # with 100 steps of it than with 25.
 MAX_WARMUP = 700
+
+STOPPING = "stopping; a checkpoint of the last whole step follows (Ctrl-C again: at once, without)"
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -190,6 +192,7 @@ class Run:
     ) -> None:
         self.trainer, self.model, self.options = trainer, trainer.model, options
         self.batches, self.val_loader, self.progress = batches, val_loader, progress
+        self.interrupt = cli.Interrupt(STOPPING)
         self.only_batch = batches.next_batch() if options.overfit_single_batch else None
 
     def train(self) -> int:
@@ -201,18 +204,26 @@ class Run:
 
         in_flight = 1 if self.model.device.name == "cuda" else 0
         # NumPy need not warn of an overflow: report() stops a run that went astray, in one line.
-        with cli.Interrupt() as interrupt, np.errstate(all="ignore"):
-            for step in range(self.options.num_iterations):
-                if interrupt.requested:
-                    self.report()
-                    self.write_checkpoint(step)
-                    print(f"interrupted after step {step}")
-                    return cli.INTERRUPTED
-                self.between_steps(step)
-                self.step(step)
-                self.report(in_flight)
-            self.between_steps(self.options.num_iterations)
+        with self.interrupt, np.errstate(all="ignore"):
+            try:
+                for step in range(self.options.num_iterations):
+                    self.between_steps(step)
+                    self.step(step)
+                    self.report(in_flight)
+                self.between_steps(self.options.num_iterations)
+            except cli.Stopped:
+                self.stop()
+                return cli.INTERRUPTED
         return 0
+
+    def stop(self) -> None:
+        """Write a checkpoint of the last whole step, if there is one."""
+        self.report()
+        if steps := self.trainer.steps:
+            self.write_checkpoint(steps)
+            print(f"interrupted after step {steps}")
+        else:
+            print("interrupted before the first step was done: there is no checkpoint")
 
     def step(self, step: int) -> None:
         """Queue one optimizer step."""
@@ -221,7 +232,7 @@ class Run:
             batches = (self.batches.next_batch() for _ in range(count))
         else:
             batches = [self.only_batch] * count
-        self.trainer.step(batches, self.learning_rate(step))
+        self.trainer.step(self.interrupt.watch(batches), self.learning_rate(step))
 
     def report(self, in_flight: int = 0) -> None:
         """Print a line for each step that was not yet, but for the last `in_flight`."""
@@ -241,6 +252,7 @@ class Run:
         def is_time(every: int) -> bool:
             return step == self.options.num_iterations or (every > 0 and step % every == 0)
 
+        self.interrupt.check()
         o = self.options
         validate = self.val_loader is not None and is_time(o.val_loss_every)
         sample = step > 0 and is_time(o.sample_every)
@@ -261,7 +273,8 @@ class Run:
         loader = self.val_loader
         loader.reset()
         count = min(self.options.val_max_steps, loader.num_batches)
-        loss = self.trainer.evaluate(self.trainer.pack(*loader.next_batch()) for _ in range(count))
+        batches = (self.trainer.pack(*loader.next_batch()) for _ in range(count))
+        loss = self.trainer.evaluate(self.interrupt.watch(batches))
         self.progress.check_finite("validation loss", loss)
         print(f"validation loss after step {step}: {loss:.4f}")
 
@@ -277,13 +290,16 @@ class Run:
         except UserError as error:
             print(f"no sample: {error}")
         else:
-            print(f"--- sample after step {step}", "".join(pieces), "---", sep="\n")
+            text = "".join(self.interrupt.watch(pieces))
+            print(f"--- sample after step {step}", text, "---", sep="\n")
 
     def write_checkpoint(self, step: int) -> None:
-        """Write the weights as model_<step>.bin."""
+        """Write the weights as model_<step>.bin, unless that is what was written last."""
         from numbagpt.checkpoint import write_model
 
         path = Path(self.options.output_dir) / f"model_{step:08d}.bin"
+        if path == self.progress.last_checkpoint:
+            return
         write_model(path, self.model.config, self.model.each_parameter())
         self.progress.last_checkpoint = path
         print(f"wrote {path}")
@@ -292,6 +308,13 @@ class Run:
 def main(argv: list[str] | None = None) -> int:
     """Train as the command line says; returns the exit status."""
     options = parse_arguments(argv)
+    with cli.loading():
+        from numbagpt.gpt2 import GPT2
+        from numbagpt.gpu import profile
+        from numbagpt.loader import Prefetcher, TokenLoader
+        from numbagpt.memory import num_parameters
+        from numbagpt.state import plan_model
+        from numbagpt.training import Trainer
     with cli.output_folder(options.output_dir):
         device, processor = cli.choose_device(options)
         config, make_parameters = find_model(options.model, options.seed, options.output_dir)
@@ -299,14 +322,6 @@ def main(argv: list[str] | None = None) -> int:
         model_options = cli.model_options(options, device, config)
         model_options["recompute"] = options.recompute
         options.precision = model_options["precision"]
-
-        from numbagpt.gpt2 import GPT2
-        from numbagpt.gpu import profile
-        from numbagpt.loader import Prefetcher, TokenLoader
-        from numbagpt.memory import num_parameters
-        from numbagpt.state import plan_model
-        from numbagpt.training import Trainer
-
         if options.nvtx:
             profile.enable()
         o, B, T, V = options, options.batch_size, options.sequence_length, config.vocab_size

@@ -8,9 +8,8 @@ from numbagpt import cli
 def main(argv: list[str] | None = None) -> int:
     """Print the report; returns the exit status."""
     cli.Parser(__doc__, prog="python -m numbagpt").parse_args(argv)
-
-    from numbagpt.gpu.runtime import report
-
+    with cli.loading():
+        from numbagpt.gpu.runtime import report
     print(report())
     return 0
 

@@ -15,10 +15,16 @@ The programs of llm.c read and write the same files (github.com/karpathy/llm.c).
 writes a model as a folder that Hugging Face's Transformers opens.
 """
 
+if __name__ == "__main__":  # before the imports, so that Ctrl-C is answered while they last
+    import sys
+
+    from numbagpt import cli
+
+    sys.exit(cli.run_module("numbagpt.checkpoint"))
+
 import math
 import os
 import re
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -228,7 +234,7 @@ def _foreign(magic: int) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command line; returns its exit status: 0, 1 for bad input, 130 for Ctrl-C."""
+    """Export as the command line says; returns the exit status."""
     description = "export: write a model as a folder that Hugging Face's Transformers opens"
     parser = cli.Parser(description, prog="python -m numbagpt.checkpoint")
     parser.add_argument("command", choices=("export",))
@@ -237,14 +243,6 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("folder", type=cli.path, help="where config.json and model.safetensors go")
     options = parser.parse_args(arguments)
-
-    def program() -> int:
-        count = export(options.model, options.folder)
-        print(f"wrote {options.folder}: {count:,} parameters")
-        return 0
-
-    return cli.run_program(program)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    count = export(options.model, options.folder)
+    print(f"wrote {options.folder}: {count:,} parameters")
+    return 0

@@ -5,8 +5,9 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, NoReturn
+from collections.abc import Callable, Iterable, Iterator
+from importlib import import_module
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from numbagpt.errors import UserError
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 DEFAULT_OUTPUT_DIR = "out"
 INTERRUPTED = 130  # what a shell reports for a program that Ctrl-C ended: 128 + SIGINT
 LARGEST_INT = 10**38  # of a flag: its products still fit a float
+
+Item = TypeVar("Item")
 
 
 class Parser(argparse.ArgumentParser):
@@ -171,22 +174,87 @@ def output_folder(folder: str) -> Iterator[None]:
         yield
 
 
-class Interrupt:
-    """While it is entered, Ctrl-C only sets `requested`; a second Ctrl-C stops at once."""
+class Stopped(Exception):
+    """Ctrl-C was pressed while an Interrupt was entered."""
 
-    def __init__(self) -> None:
-        self.requested = False
+
+class Interrupt:
+    """While it is entered, Ctrl-C asks for a stop; a second Ctrl-C raises KeyboardInterrupt.
+
+    notice   the line that is printed at the first, at once
+    """
+
+    def __init__(self, notice: str) -> None:
+        self._notice = notice
+        self._requested = False
 
     def __enter__(self) -> "Interrupt":
-        self._before = signal.signal(signal.SIGINT, self._note)
+        self._before = signal.getsignal(signal.SIGINT)
+        _on_ctrl_c(self._note)
         return self
 
     def _note(self, *_: object) -> None:
-        self.requested = True
+        self._requested = True
         signal.signal(signal.SIGINT, self._before)
+        _say(self._notice)
 
     def __exit__(self, *_: object) -> None:
         signal.signal(signal.SIGINT, self._before)
+
+    def check(self) -> None:
+        """Raise Stopped if a stop was asked for."""
+        if self._requested:
+            raise Stopped
+
+    def watch(self, items: Iterable[Item]) -> Iterator[Item]:
+        """The items; once a stop was asked for, Stopped in place of the next."""
+        for item in items:
+            self.check()
+            yield item
+
+
+@contextlib.contextmanager
+def loading() -> Iterator[None]:
+    """Inside the block, which only imports, Ctrl-C ends the program at once.
+
+    A KeyboardInterrupt does not always arrive where it could be caught: NumPy's and Numba's
+    extension modules make other errors of it.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    _on_ctrl_c(_end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _end(*_: object) -> NoReturn:
+    _say("interrupted")
+    os._exit(INTERRUPTED)
+
+
+def _on_ctrl_c(handler: Callable) -> None:
+    """Make Ctrl-C call the handler, unless it is ignored, as in a script's background."""
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, handler)
+
+
+def _say(line: str) -> None:
+    """Print a line on stderr from a signal handler: print() might be the very thing interrupted."""
+    if sys.stderr is not None:  # it is None where the shell closed it
+        with contextlib.suppress(OSError):
+            os.write(sys.stderr.fileno(), f"{line}\n".encode())
+
+
+def run_module(name: str) -> int:
+    """Import a module, which loads NumPy or Numba and takes a while, and run its `main`."""
+
+    def program() -> int:
+        with loading():
+            module = import_module(name)
+        return module.main()
+
+    return run_program(program)
 
 
 def run_program(program: Callable[[], int]) -> int:

@@ -19,6 +19,13 @@ The name tinyshakespeare stands for that data set, fetched from the network, wit
 the split of llm.c: the first 32,768 tokens are for validation.
 """
 
+if __name__ == "__main__":  # before the imports, so that Ctrl-C is answered while they last
+    import sys
+
+    from numbagpt import cli
+
+    sys.exit(cli.run_module("numbagpt.data"))
+
 import argparse
 import glob
 import math
@@ -38,7 +45,7 @@ import numpy as np
 from tqdm import tqdm
 
 from numbagpt import cli, tinyshakespeare
-from numbagpt.cli import Parser, number, run_program
+from numbagpt.cli import Parser, number
 from numbagpt.documents import Piece, find_files, is_json, read_pieces
 from numbagpt.errors import UserError
 from numbagpt.shard_writer import ShardWriter, open_shards
@@ -242,10 +249,5 @@ def _name_of(inputs: list[str]) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command; returns its exit status: 0, 1 for bad input, 130 for Ctrl-C."""
-    args = parse_args(argv)
-    return run_program(lambda: run(args))
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+    """Make shards as the command line says; returns the exit status."""
+    return run(parse_args(argv))

@@ -3,7 +3,8 @@
 The host only queues work. Batches and the learning rate travel to the device through staging
 buffers, loss and gradient norm travel back the same way, and nobody waits: the result of a step is
 read while the next one runs. Two steps are in flight then, so there are two slots of staging
-buffers, and no buffer is written to before the result of the step that reads it is known.
+buffers, and no buffer is written to before the result of the step that reads it is known. Within a
+step of many batches the host is two ahead at most, so that a step that is given up ends soon.
 
 After the first steps both parts, gradients and update, are replayed CUDA graphs. That works because
 all that changes from step to step lies in device memory, or in the slot, between which and the
@@ -82,6 +83,7 @@ class Trainer:
         # two steps in flight: the device works on one while the host fills the other
         self._slots = [_Slot(device, self._enqueue_update) for _ in range(2)]
         self._pending: deque[_Slot] = deque()
+        self._mark_batch, self._wait_for_batch = device.marker()
         model.mean_loss = self._stats[:1]
         # the first batch of a step writes gradients and loss, the others add to them
         self._micro_steps = [
@@ -114,15 +116,22 @@ class Trainer:
         return pack_batch(inputs, targets, self._pool.take())
 
     def step(self, batches: Iterable[np.ndarray], learning_rate: float) -> None:
-        """Queue one optimizer step on accumulation_steps packed batches."""
+        """Queue one optimizer step on accumulation_steps packed batches.
+
+        If `batches` raises, the step is given up: parameters, moments and `steps` stay as they are.
+        """
         if len(self._pending) == len(self._slots):
             raise RuntimeError("two steps are in flight: read() a result before the next step")
         slot = self._slots[self.steps % len(self._slots)]
-        self.steps += 1
         for i, batch in zip(range(self._accumulation_steps), batches, strict=True):
+            if i > 1:
+                self._wait_for_batch()  # for i - 2: the device still has i - 1 to work on
+            if i > 0:
+                self._mark_batch()
             slot.batches.append(batch)  # keeps the buffer from the pool until it was copied
             self.model.set_batch(batch)
             self._micro_steps[i > 0]()
+        self.steps += 1
         slot.hyper[:] = (
             learning_rate,
             1.0 - self.beta1**self.steps,

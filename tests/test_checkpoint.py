@@ -7,12 +7,14 @@ import resource
 import struct
 import subprocess
 import sys
+from functools import partial
 
 import numpy as np
 import pytest
 
 from numbagpt import huggingface
 from numbagpt.checkpoint import export, find_checkpoints, load_model, main, read_model, write_model
+from numbagpt.cli import run_program
 from numbagpt.config import GPT2Config
 from numbagpt.errors import UserError
 from numbagpt.tensors import parameter_shapes
@@ -306,7 +308,7 @@ def test_export_refusals(tmp_path, model_bin, capsys):
         ),
         (model_bin, model_bin, f"error: cannot write to folder {model_bin}: a file of that name"),
     ]:
-        assert main(["export", str(source), str(folder)]) == 1
+        assert run_program(partial(main, ["export", str(source), str(folder)])) == 1
         printed = capsys.readouterr()
         assert printed.err.startswith(message)
         assert printed.err.count("\n") == 1
@@ -346,7 +348,7 @@ def test_export_interrupted(tmp_path, model_bin, monkeypatch, capsys):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(huggingface, "write", interrupt)
-    assert main(["export", str(model_bin), str(tmp_path / "out")]) == 130
+    assert run_program(partial(main, ["export", str(model_bin), str(tmp_path / "out")])) == 130
     assert capsys.readouterr() == ("", "interrupted\n")
 
 

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 from numbagpt import data, documents, tinyshakespeare
+from numbagpt.cli import run_program
 from numbagpt.loader import find_shards
 from numbagpt.shards import read_shard
 from numbagpt.tokenizer import decode, encode
@@ -203,7 +204,7 @@ def test_what_it_says_takes_no_other_data_set(corpus, tmp_path, capsys):
 def refuse(tmp_path, capsys, *arguments):
     """Run the command on bad input; its one line. Nothing may change in tmp_path."""
     before = tree(tmp_path)
-    assert data.main([str(argument) for argument in arguments]) == 1
+    assert run_program(lambda: data.main([str(argument) for argument in arguments])) == 1
     assert tree(tmp_path) == before
     out, err = capsys.readouterr()
     assert out == ""

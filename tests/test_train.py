@@ -1,6 +1,7 @@
 """train.py end to end: what it learns, prints and writes."""
 
 import math
+import os
 import re
 import shlex
 import signal
@@ -11,13 +12,15 @@ import pytest
 from programs import FULL_VOCAB, SMALL_VOCAB, command, make_model_file, make_shard, run
 
 import train
-from numbagpt import metrics
+from numbagpt import checkpoint, cli, metrics, sampling
 from numbagpt.checkpoint import read_model
 from numbagpt.config import PRESETS
 from numbagpt.device import HostDevice
 from numbagpt.errors import UserError
+from numbagpt.loader import Prefetcher
 from numbagpt.memory import MemoryPlan
 from numbagpt.schedule import learning_rate_at
+from numbagpt.training import Trainer
 
 
 class Reports:
@@ -262,7 +265,7 @@ def test_ctrl_c_finishes_the_step_and_writes_a_checkpoint(flags, tmp_path):
                 break
         out, err = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert err == ""
+    assert err == f"{train.STOPPING}\n"
     wrote, interrupted = out.splitlines()[-2:]
     steps = int(re.fullmatch(r"interrupted after step (\d+)", interrupted)[1])
     assert steps >= 3
@@ -270,6 +273,97 @@ def test_ctrl_c_finishes_the_step_and_writes_a_checkpoint(flags, tmp_path):
     assert wrote == f"wrote {tmp_path / 'run' / f'model_{steps:08d}.bin'}"
     _, parameters = read_model(tmp_path / "run" / f"model_{steps:08d}.bin")
     assert all(np.isfinite(array).all() for array in parameters.values())
+
+
+def ctrl_c():
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.fixture
+def at_call(monkeypatch):
+    """Call something before the n-th call of a function."""
+
+    def patch(owner, name, n, first):
+        calls, function = [], getattr(owner, name)
+
+        def patched(*arguments, **options):
+            calls.append(None)
+            if len(calls) == n:
+                first()
+            return function(*arguments, **options)
+
+        monkeypatch.setattr(owner, name, patched)
+
+    return patch
+
+
+def test_ctrl_c_within_a_step_leaves_the_step_out(flags, tmp_path, at_call, capfd):
+    # Three batches a step; Ctrl-C comes before the eighth, the second of the third step.
+    train.main(flags(total_batch_size=48, checkpoint_every=2, output_dir=tmp_path / "whole"))
+    capfd.readouterr()
+    at_call(Prefetcher, "next_batch", 8, ctrl_c)
+    assert train.main(flags(total_batch_size=48)) == 130
+    out, err = capfd.readouterr()
+    assert err == f"{train.STOPPING}\n"
+    written = tmp_path / "run" / "model_00000002.bin"
+    assert out.endswith(f"wrote {written}\ninterrupted after step 2\n")
+    assert len(re.findall(r"^step \d/4", out, re.MULTILINE)) == 2
+    assert checkpoints(tmp_path / "run") == ["model_00000002.bin"]
+    assert written.read_bytes() == (tmp_path / "whole" / "model_00000002.bin").read_bytes()
+
+
+def test_ctrl_c_within_the_first_step_writes_no_checkpoint(flags, tmp_path, at_call, capfd):
+    at_call(Prefetcher, "next_batch", 2, ctrl_c)
+    assert train.main(flags(total_batch_size=16 * 10**6)) == 130
+    out, err = capfd.readouterr()
+    assert err == f"{train.STOPPING}\n"
+    assert out.endswith("interrupted before the first step was done: there is no checkpoint\n")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_second_ctrl_c_writes_no_checkpoint(flags, tmp_path, at_call, capfd):
+    at_call(Prefetcher, "next_batch", 8, lambda: [ctrl_c(), ctrl_c()])
+    assert cli.run_program(lambda: train.main(flags(total_batch_size=48))) == 130
+    out, err = capfd.readouterr()
+    assert err == f"{train.STOPPING}\ninterrupted\n"
+    assert "wrote" not in out
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("validation", "step"), [(1, 0), (2, 2), (3, 4)])
+def test_ctrl_c_ends_a_validation(flags, tmp_path, at_call, capfd, validation, step):
+    val = make_shard(tmp_path / "val.bin", 2000, SMALL_VOCAB.vocab_size)
+    at_call(Trainer, "evaluate", validation, ctrl_c)
+    settings = flags(input_val_bin=val, val_loss_every=2, num_iterations=4)
+    assert train.main(settings) == 130
+    out, err = capfd.readouterr()
+    assert err == f"{train.STOPPING}\n"
+    assert out.count("validation loss") == validation - 1
+    if step:
+        assert out.endswith(f"interrupted after step {step}\n")
+        assert checkpoints(tmp_path / "run") == [f"model_0000000{step}.bin"]
+
+
+def test_ctrl_c_ends_a_sample(flags, tmp_path, monkeypatch, capfd):
+    def pieces(*_, **__):
+        yield "a piece"
+        ctrl_c()
+        yield "another"
+        pytest.fail("the sample went on")
+
+    monkeypatch.setattr(sampling, "stream_text", pieces)
+    assert train.main(flags(sample_every=3)) == 130
+    assert capfd.readouterr().out.endswith("interrupted after step 3\n")
+    assert checkpoints(tmp_path / "run") == ["model_00000003.bin"]
+
+
+def test_ctrl_c_while_a_checkpoint_is_written_writes_it_once(flags, tmp_path, at_call, capfd):
+    at_call(checkpoint, "write_model", 1, ctrl_c)
+    assert train.main(flags(checkpoint_every=2)) == 130
+    out = capfd.readouterr().out
+    assert out.count("wrote") == 1
+    assert out.endswith("interrupted after step 2\n")
+    assert checkpoints(tmp_path / "run") == ["model_00000002.bin"]
 
 
 def defaults(config, model, on_gpu, **given):

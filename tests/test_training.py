@@ -1,5 +1,7 @@
 """The training step against a textbook AdamW in float64, and what must hold from step to step."""
 
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 from device_fixtures import on_device
@@ -139,6 +141,37 @@ def test_a_third_step_in_flight_is_refused() -> None:
         trainer.step(batches, 1e-3)
 
 
+@on_device
+def test_a_step_whose_batches_end_early_was_never_taken(device) -> None:
+    batches = packed_batches(TINY, B, T, range(10))
+
+    def interrupted(batches: list[np.ndarray]) -> Iterator[np.ndarray]:
+        yield from batches
+        raise KeyboardInterrupt
+
+    def results_and_parameters(give_up: bool) -> tuple:
+        model = make_model(TINY, B, T, device())
+        trainer = Trainer(model, accumulation_steps=2)
+        results = []
+        for step in range(5):
+            if give_up:  # with one step in flight, in the first, recorded and replayed steps
+                before = model.parameters()
+                with pytest.raises(KeyboardInterrupt):
+                    trainer.step(interrupted(batches[7:8]), 1e-3)
+                for name, values in model.parameters().items():
+                    np.testing.assert_array_equal(values, before[name], err_msg=name)
+                assert trainer.steps == step
+            trainer.step(batches[2 * step : 2 * step + 2], 1e-3)
+            results += trainer.read(in_flight=1)
+        return results + list(trainer.read()), model.parameters()
+
+    whole, parameters = results_and_parameters(give_up=False)
+    with_given_up, parameters_after = results_and_parameters(give_up=True)
+    assert with_given_up == whole
+    for name, values in parameters.items():
+        np.testing.assert_array_equal(parameters_after[name], values, err_msg=name)
+
+
 def loader_of_random_tokens(folder) -> TokenLoader:
     path = folder / "tokens.bin"
     if not path.exists():
@@ -214,3 +247,17 @@ def test_no_buffer_is_used_again_before_it_was_copied(tmp_path, accumulation: in
     train_from_a_thread(trainer, tmp_path, steps, accumulation)
     assert device.done == len(device.uploads) == steps * accumulation + 3
     assert len({buffer.ctypes.data for buffer, _ in device.uploads}) <= 2 * accumulation + 6
+
+
+def test_within_a_step_the_host_is_two_batches_ahead_at_most() -> None:
+    device = LateDevice()
+    trainer = Trainer(make_model(TINY, B, T, device), accumulation_steps=6)
+    ahead = []
+
+    def batches() -> Iterator[np.ndarray]:
+        for batch in packed_batches(TINY, B, T, range(6)):
+            ahead.append(len(device.uploads) - device.done)
+            yield batch
+
+    trainer.step(batches(), 1e-3)
+    assert ahead == [0, 1, 2, 2, 2, 2]

@@ -1,8 +1,14 @@
 """python -m numbagpt.bench [train|kernels]: how fast the training step and its operations are."""
 
+if __name__ == "__main__":  # before the imports, so that Ctrl-C is answered while they last
+    import sys
+
+    from numbagpt import cli
+
+    sys.exit(cli.run_module("numbagpt.bench.__main__"))
+
 import argparse
 import importlib.util
-import sys
 
 import numpy as np
 
@@ -56,7 +62,3 @@ def main(argv: list[str] | None = None) -> int:
         for line in kernels.report(config, batch_sizes[-1], T, storage, options.only, peer):
             print(line, flush=True)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(cli.run_program(main))

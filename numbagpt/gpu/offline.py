@@ -15,12 +15,18 @@ writes PTX, a portable assembly language, and only has to be told for which arch
 from the CUDA compiler package, turns PTX into machine code and reports.
 """
 
+if __name__ == "__main__":  # before the imports, so that Ctrl-C is answered while they last
+    import sys
+
+    from numbagpt import cli
+
+    sys.exit(cli.run_module("numbagpt.gpu.offline"))
+
 import importlib
 import pkgutil
 import re
 import shutil
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -171,7 +177,3 @@ def main(argv: list[str] | None = None) -> int:
     for line in table(parser.parse_args(argv).name):
         print(line, flush=True)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(cli.run_program(main))

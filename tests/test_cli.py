@@ -1,0 +1,83 @@
+"""How the programs answer Ctrl-C."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+from programs import ROOT
+
+from numbagpt import cli
+
+# Takes the place of NumPy: Ctrl-C comes while it is imported, and the extension module that is
+# being loaded makes another error of it, as NumPy's do.
+INTERRUPTED_NUMPY = """
+import os, signal
+try:
+    os.kill(os.getpid(), signal.SIGINT)
+except KeyboardInterrupt:
+    raise ImportError("datetime could not be imported") from None
+"""
+
+PROGRAMS = {
+    "train": [ROOT / "train.py"],
+    "sample": [ROOT / "sample.py", "--checkpoint", "."],
+    "report": ["-m", "numbagpt"],
+    "data": ["-m", "numbagpt.data", "a.txt", "--output_dir", "out"],
+    "export": ["-m", "numbagpt.checkpoint", "export", "a.bin", "out"],
+    "bench": ["-m", "numbagpt.bench"],
+    "offline": ["-m", "numbagpt.gpu.offline"],
+}
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_ctrl_c_while_a_program_loads_is_answered_in_one_line(program, tmp_path):
+    modules, folder = tmp_path / "modules", tmp_path / "folder"
+    modules.mkdir()
+    folder.mkdir()
+    (modules / "numpy.py").write_text(INTERRUPTED_NUMPY)
+    ended = subprocess.run(
+        [sys.executable, *map(str, PROGRAMS[program])],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": f"{modules}{os.pathsep}{ROOT}"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "interrupted\n")
+    assert not list(folder.iterdir())
+
+
+def ctrl_c():
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_the_first_ctrl_c_asks_for_a_stop_and_the_second_stops(capfd):
+    before = signal.getsignal(signal.SIGINT)
+    with cli.Interrupt("stopping") as interrupt:
+        items = interrupt.watch("abc")
+        assert next(items) == "a"
+        interrupt.check()
+        ctrl_c()
+        assert capfd.readouterr() == ("", "stopping\n")
+        with pytest.raises(cli.Stopped):
+            next(items)
+        with pytest.raises(cli.Stopped):
+            interrupt.check()
+        with pytest.raises(KeyboardInterrupt):
+            ctrl_c()
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_ctrl_c_that_is_ignored_stays_so(capfd):
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with cli.loading(), cli.Interrupt("stopping") as interrupt:
+            ctrl_c()
+            interrupt.check()
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert capfd.readouterr() == ("", "")
