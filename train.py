@@ -345,8 +345,10 @@ def main(argv: list[str] | None = None) -> int:
         with Prefetcher(loader, trainer.pack) as batches:
             status = Run(trainer, batches, val_loader, progress, o).train()
     if status == 0:
-        path = shlex.quote(str(progress.last_checkpoint))
-        print(f"sample from it: python sample.py --checkpoint {path}")
+        path = str(progress.last_checkpoint)
+        if path[0] in "-~":  # a flag to the program, a home folder to the shell
+            path = f"./{path}"
+        print(f"sample from it: python sample.py --checkpoint {shlex.quote(path)}")
     return status
 
 

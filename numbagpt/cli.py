@@ -58,6 +58,8 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Print the line and exit with status 2, as argparse does, without the usage."""
+        if message.endswith("expected one argument"):
+            message += "; write --flag=-x for a value that begins with -"
         self.exit(2, f"error: {message} (--help lists the flags)\n")
 
 

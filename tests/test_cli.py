@@ -1,4 +1,4 @@
-"""How the programs answer Ctrl-C."""
+"""How the programs answer Ctrl-C, and flags whose value looks like a flag."""
 
 import os
 import signal
@@ -81,3 +81,17 @@ def test_ctrl_c_that_is_ignored_stays_so(capfd):
     finally:
         signal.signal(signal.SIGINT, before)
     assert capfd.readouterr() == ("", "")
+
+
+def test_a_value_that_looks_like_a_flag(capsys):
+    parser = cli.Parser("")
+    parser.section("what is tested")
+    parser.text("--prompt", "what to go on from")
+    with pytest.raises(SystemExit) as ended:
+        parser.parse_args(["--prompt", "-x"])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == (
+        "error: argument --prompt: expected one argument; write --flag=-x for a value that begins "
+        "with - (--help lists the flags)\n"
+    )
+    assert parser.parse_args(["--prompt=-x"]).prompt == "-x"

@@ -383,6 +383,16 @@ def test_a_preset_does_not_hide_a_folder_of_its_name(tmp_path, monkeypatch):
     assert train.find_model("gpt2", 1, str(tmp_path / "gpt2"))[0] == PRESETS["gpt2"]
 
 
+@pytest.mark.parametrize("folder", ["-x", "~x"])
+def test_the_advice_at_the_end_can_be_pasted(flags, tmp_path, monkeypatch, capsys, folder):
+    monkeypatch.chdir(tmp_path)
+    settings = flags(output_dir=None)
+    i = settings.index("--output_dir")
+    assert train.main([*settings[:i], *settings[i + 2 :], f"--output_dir={folder}"]) == 0
+    advice = f"--checkpoint {shlex.quote(f'./{folder}/model_00000004.bin')}\n"
+    assert capsys.readouterr().out.endswith(advice)
+
+
 def test_a_run_may_be_called_like_its_preset(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     make_shard(tmp_path / "train.bin", 100, PRESETS["nano"].vocab_size)
