@@ -309,13 +309,14 @@ def main(argv: list[str] | None = None) -> int:
     """Train as the command line says; returns the exit status."""
     options = parse_arguments(argv)
     with cli.loading():
+        from numbagpt.files import output_folder
         from numbagpt.gpt2 import GPT2
         from numbagpt.gpu import profile
         from numbagpt.loader import Prefetcher, TokenLoader
         from numbagpt.memory import num_parameters
         from numbagpt.state import plan_model
         from numbagpt.training import Trainer
-    with cli.output_folder(options.output_dir):
+    with output_folder(options.output_dir):
         device, processor = cli.choose_device(options)
         config, make_parameters = find_model(options.model, options.seed, options.output_dir)
         fill_in_defaults(options, config, device.name == "cuda")

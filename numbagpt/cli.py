@@ -163,19 +163,6 @@ def model_options(
     return {"precision": precision, "attention": attention}
 
 
-@contextlib.contextmanager
-def output_folder(folder: str) -> Iterator[None]:
-    """Make the folder, prove it writable, and remove what was made if nothing came to be in it.
-
-    Raises UserError if it cannot be made or written to.
-    """
-    from numbagpt.files import check_writable_folder, no_empty_folders
-
-    with no_empty_folders(folder):
-        check_writable_folder(folder)
-        yield
-
-
 class Stopped(Exception):
     """Ctrl-C was pressed while an Interrupt was entered."""
 

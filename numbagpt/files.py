@@ -89,6 +89,17 @@ def no_empty_folders(path: str | os.PathLike) -> Iterator[None]:
                 folder.rmdir()
 
 
+@contextlib.contextmanager
+def output_folder(path: str | os.PathLike) -> Iterator[None]:
+    """Make the folder, prove it writable, and remove what was made if nothing came to be in it.
+
+    Raises UserError if it cannot be made or written to.
+    """
+    with no_empty_folders(path):
+        check_writable_folder(path)
+        yield
+
+
 def file_size(path: str | os.PathLike) -> int:
     """The size in bytes of the regular file `path`.
 

@@ -25,14 +25,7 @@ from safetensors import SafetensorError, safe_open
 
 from numbagpt.config import GPT2Config
 from numbagpt.errors import UserError
-from numbagpt.files import (
-    atomic_write,
-    check_writable_folder,
-    file_size,
-    no_empty_folders,
-    read_bytes,
-    read_floats,
-)
+from numbagpt.files import atomic_write, file_size, output_folder, read_bytes, read_floats
 from numbagpt.tensors import parameter_shapes
 from numbagpt.tokenizer import END_OF_TEXT
 
@@ -134,8 +127,7 @@ def write(
 
     Raises UserError if the folder cannot be written.
     """
-    with no_empty_folders(folder):
-        check_writable_folder(folder)
+    with output_folder(folder):
         _write_weights(Path(folder, WEIGHTS), config, parameters)
         with atomic_write(Path(folder, "config.json")) as file:
             file.write((json.dumps(_config_fields(config), indent=2) + "\n").encode())

@@ -11,7 +11,7 @@ from typing import BinaryIO
 import numpy as np
 
 from numbagpt.errors import UserError
-from numbagpt.files import check_writable_folder, no_empty_folders
+from numbagpt.files import output_folder
 from numbagpt.shards import TOKEN, write_header
 
 MAX_SHARDS = 10**6  # their number has six digits
@@ -85,22 +85,18 @@ def open_shards(
     Raises UserError if shards of that name exist, the folder cannot be written, the disk is full.
     """
     try:
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(no_empty_folders(folder))
-            check_writable_folder(folder)
+        with output_folder(folder):
             _find_old(name, folder, overwrite)
-            hidden = Path(
-                stack.enter_context(tempfile.TemporaryDirectory(".tmp", f".{name}.", folder))
-            )
-            writer = ShardWriter(hidden, name, shard_tokens)
-            try:
-                yield writer
-                writer.finish()
-            finally:
-                writer.close()
-            # Once more: another run may have written the same name in the meantime.
-            old = _find_old(name, folder, overwrite)
-            _move(sorted(hidden.iterdir()), folder, old)
+            with tempfile.TemporaryDirectory(".tmp", f".{name}.", folder) as hidden:
+                writer = ShardWriter(Path(hidden), name, shard_tokens)
+                try:
+                    yield writer
+                    writer.finish()
+                finally:
+                    writer.close()
+                # Once more: another run may have written the same name in the meantime.
+                old = _find_old(name, folder, overwrite)
+                _move(sorted(Path(hidden).iterdir()), folder, old)
     except OSError as error:
         raise UserError(f"cannot write to folder {folder}: {error.strerror}") from error
 
