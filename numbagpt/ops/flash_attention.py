@@ -33,6 +33,18 @@ From the gradient dout, with one number for each row, delta = sum of dout * out 
 (delta is the sum over a row of P * dP, since out = P v.) P and dP are computed tile by tile again:
 more arithmetic than loading them, and still several times as fast.
 
+Gradient of the bias
+--------------------
+A bias that was added to q, k and v gets the sum over all tokens of dq, dk and dv, but no kernel
+need read these again, nor sum all three:
+
+* dq is summed over the 64 rows of a tile, column by column, by the block that has it in registers;
+* a row of P sums up to 1, and so the sum of dv is that of dout, whose tile this block has too;
+* a row of dS sums up to 0, and so does dk. (The same vector added to all k adds one number to all
+  scores of a query, which a softmax does not see.)
+
+What is left to add up for the gradient is a 64th of the rows.
+
 Kernels
 -------
 flash_wgmma.py and flash_wgmma_backward.py for Hopper; flash_mma.py and flash_mma_backward.py for
@@ -126,10 +138,6 @@ def flash_attention_backward(dqkv, dout, qkv, out, lse, scratch, dqkvb=None, var
     qkv, out, lse                  as flash_attention_forward was given and left them
     scratch         float32, at least flash_attention_scratch(B, T, C, NH); overwritten
     dqkvb           (3C,) or None  float32: += the sum over all tokens of dqkv, before rounding
-
-    dqkvb is the gradient of the bias that was added to qkv. Each block sums the columns of its tile
-    of dqkv while it has it in registers, so that what is left to add up is a 64th of the rows: on
-    dqkv itself matmul_backward_bias would have to read all of it.
     """
     B, NH, T = lse.shape
     C = out.shape[-1]
@@ -145,7 +153,7 @@ def flash_attention_backward(dqkv, dout, qkv, out, lse, scratch, dqkvb=None, var
         dqkv, tile_sums, rows, dout, qkv, out, lse, T, NH, scale2, scale
     )
     launch = grid, THREADS, backward.DKV_SHARED[key]
-    backward.dkv_kernels[key][launch](dqkv, tile_sums, dout, qkv, rows, T, NH, scale2, scale)
+    backward.dkv_kernels[key][launch](dqkv, dout, qkv, rows, T, NH, scale2, scale)
     if dqkvb is not None:
         matmul_backward_bias(dqkvb, tile_sums.reshape((B * tiles, 3 * C)), bias_scratch)
 

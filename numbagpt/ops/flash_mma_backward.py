@@ -39,13 +39,13 @@ from numbagpt.ops.flash_tile import (
     ROWS,
     THREADS,
     fragment_corner,
-    keep_column_sums,
     load_my_chunks,
     mask_above,
     mask_below,
     my_chunk,
     quad_sum,
-    store_column_sums,
+    store_first_row,
+    store_query_sums,
 )
 
 
@@ -77,6 +77,7 @@ def make_dq_kernel(HS: int, itemsize: int, KEYS: int, min_blocks: int, KEPT: int
     KTILE = KEYS * HS
     STAGE = 2 * KTILE  # a tile of K and one of V; there are two stages
     SUMS = 2 * TILE * itemsize // 4  # where at the end the column sums begin, in float32
+    ONES = ROWS // 2  # registers of a thread for 16 x ROWS
     LEFT, SCORES, ACC = 2 * CHUNKS, KEYS // 2, HS // 2  # as in the forward pass
     array, rows = storage(itemsize), float32[::1]
 
@@ -90,12 +91,12 @@ def make_dq_kernel(HS: int, itemsize: int, KEYS: int, min_blocks: int, KEPT: int
         """One block per 64 queries of a head: dq, and for the next kernel what it needs of rows.
 
         rows (B, NH, 2, T): lse * log2(e), so that P = 2 ** (scale2 S - that), and delta.
-        tile_sums (B, ceil(T / 64), 3C): the column sums of the tiles of dqkv; here those of dq.
+        tile_sums (B, ceil(T / 64), 3C): each tile's share of the bias's gradient.
         Grid as by tile_grid(B * NH, ceil(T / 64)). scale2 = scale * log2(e).
 
         Reads q, dout, out and lse once, k and v once per query tile, mostly from the second-level
-        cache; writes dq, rows and, for each 64 tokens, a row of sums: 6 HS numbers and
-        12 + HS / 16 bytes per token and head.
+        cache; writes dq, rows and, for each 64 tokens, three rows of sums: 6 HS numbers and
+        12 + 3 HS / 16 bytes per token and head.
         """
         tile = keep_address(cuda.shared.array(0, qkv.dtype, alignment=1024))  # Q, dO; K, V; K, V
         sums = cuda.shared.array(0, float32, alignment=1024)
@@ -104,6 +105,7 @@ def make_dq_kernel(HS: int, itemsize: int, KEYS: int, min_blocks: int, KEPT: int
         s = cuda.local.array(SCORES, float32)
         dp = cuda.local.array(SCORES, float32)
         dq = cuda.local.array(ACC, float32)
+        ones = cuda.local.array(ONES, float32)
         lse2 = cuda.local.array(2, float32)
         delta = cuda.local.array(2, float32)
 
@@ -182,8 +184,15 @@ def make_dq_kernel(HS: int, itemsize: int, KEYS: int, min_blocks: int, KEPT: int
         cuda.syncthreads()
         store_rows(tile, 0, dq, scale, dqkv, q_start + q0 * stride, stride, q0, T, CHUNKS)
         number = int32(cuda.gridDim.y - 1 - cuda.blockIdx.y)
-        keep_column_sums(tile, sums, SUMS, 0, dq, scale, HS)
-        store_column_sums(tile_sums, sums, SUMS, 1, number, 0, NH, HS)
+        at = store_query_sums(tile_sums, number, sums, SUMS, tile, dq, scale, NH, HS)
+        if cuda.threadIdx.x < 32:
+            for i in range(ONES):
+                ones[i] = float32(1)
+            for i in range(ACC):
+                dq[i] = float32(0)
+            # ones times dO: each row is the sum of its rows
+            weights_times_rows(dq, ones, tile, TILE, ROWS, CHUNKS)
+            store_first_row(tile_sums, at, tile, dq, HS)
 
     flash_mma_dq_kernel.__name__ += f"_{HS}"
     return flash_mma_dq_kernel
@@ -200,25 +209,24 @@ def make_dkv_kernel(HS: int, itemsize: int, QUERIES: int, min_blocks: int, KEPT:
     TILE = ROWS * HS  # elements
     QTILE = QUERIES * HS
     STAGE = 2 * QTILE  # a tile of Q and one of dO; there are two stages
-    VALUES = (2 * TILE + 2 * STAGE) * itemsize // 4  # where lse2 and delta begin, in float32,
-    SUMS = 2 * TILE * itemsize // 4  # and at the end the column sums
+    VALUES = (2 * TILE + 2 * STAGE) * itemsize // 4  # where lse2 and delta begin, in float32
     LEFT, SCORES, ACC = 2 * CHUNKS, QUERIES // 2, HS // 2
     array, rows = storage(itemsize), float32[::1]
 
     @kernel(
-        void(array, rows, array, array, rows, int32, int32, float32, float32),
+        void(array, array, array, rows, int32, int32, float32, float32),
         max_threads=THREADS,
         min_blocks=min_blocks,
         minimum=(8, 0),
     )
-    def flash_mma_dkv_kernel(dqkv, tile_sums, dout, qkv, rows, T, NH, scale2, scale):
+    def flash_mma_dkv_kernel(dqkv, dout, qkv, rows, T, NH, scale2, scale):
         """One block per 64 keys of a head: dk and dv, from the tiles of queries that see them.
 
-        rows (B, NH, 2, T): as flash_mma_dq_kernel left them. tile_sums: as there, of dk and dv.
+        rows (B, NH, 2, T): as flash_mma_dq_kernel left them.
         Grid as by tile_grid(B * NH, ceil(T / 64)). scale2 = scale * log2(e).
 
         Reads k and v once, q, dout and rows once per key tile, mostly from the second-level cache;
-        writes dk, dv and their sums: 6 HS numbers and 8 + HS / 8 bytes per token and head.
+        writes dk and dv: 6 HS numbers and 8 bytes per token and head.
         """
         tile = keep_address(cuda.shared.array(0, qkv.dtype, alignment=1024))  # K, V; Q, dO; Q, dO
         # behind these, twice lse2 and delta
@@ -315,9 +323,6 @@ def make_dkv_kernel(HS: int, itemsize: int, QUERIES: int, min_blocks: int, KEPT:
         cuda.syncthreads()
         store_rows(tile, 0, dk, scale, dqkv, k_start, stride, k0, T, CHUNKS)
         store_rows(tile, TILE, dv, float32(1), dqkv, k_start + C, stride, k0, T, CHUNKS)
-        keep_column_sums(tile, values, SUMS, 0, dk, scale, HS)
-        keep_column_sums(tile, values, SUMS, 1, dv, float32(1), HS)
-        store_column_sums(tile_sums, values, SUMS, 2, int32(cuda.blockIdx.y), 1, NH, HS)
 
     flash_mma_dkv_kernel.__name__ += f"_{HS}"
     return flash_mma_dkv_kernel

@@ -215,52 +215,58 @@ def sum_over_warp(acc, blocks):
 
 
 @device_function
-def keep_column_sums(tile, sums, offset, part, acc, factor, HS):
-    """Leave factor * the column sums of acc, each warp's 16 x HS, for store_column_sums.
-
-    sums, offset   float32 shared memory that nobody needs any more, 4 HS of it for each part
-    part           which of the matrices that this block sums acc is: 0, 1
-    acc            as products with the storage of `tile` leave it; overwritten. Its rows from T on
-                   must be zeros
-    """
-    thread = int32(cuda.threadIdx.x)
-    lane = int32(thread & 31)
-    blocks = HS // 8
-    sum_over_warp(acc, blocks)
-    row = int32(offset + part * (THREADS // 32 * HS) + (thread >> 5) * HS)
-    for m in range(max(1, blocks // 8)):
-        n = int32(((lane >> 2) * blocks >> 3) + m)
-        for c in range(2):
-            if width(tile) == 8:
-                column = int32(8 * n + 2 * (lane & 3) + c)
-            else:  # the order of flash_mma_products.py
-                column = int32(16 * (n >> 1) + 4 * (lane & 3) + 2 * c + (n & 1))
-            sums[int32(row + column)] = acc[4 * m + c] * factor
+def column_of(tile, n, c):
+    """Column of acc[4 n + c] and acc[4 n + 2 + c] in a product with the storage of `tile`."""
+    quad = int32(cuda.threadIdx.x & 3)
+    if width(tile) == 8:
+        return int32(8 * n + 2 * quad + c)
+    return int32(16 * (n >> 1) + 4 * quad + 2 * c + (n & 1))  # as flash_mma_products.py has it
 
 
 @device_function
-def store_column_sums(target, sums, offset, parts, number, first, NH, HS):
-    """Add up what the warps kept of each part, and write it to `target`.
+def store_query_sums(target, number, sums, offset, tile, dq, factor, NH, HS):
+    """factor * the sums of the columns of dq, the block's 64 x HS, and zeros for dk.
 
-    target          (B, tiles, 3, NH, HS), float32
-    number, first   the block's place on the second axis, and on the third that of part 0
+    target         (B, tiles, 3, NH, HS), float32
+    number         the block's place on the second axis
+    sums, offset   float32 shared memory that nobody needs any more, 4 HS of it
+    dq             as products with the storage of `tile` leave it; overwritten. Its rows from T on
+                   must be zeros
+
+    Returns where in `target` the sums for dv belong.
     """
     # Computed again, unsigned, which the compiler does not take for the kernel's own b and h: no
     # registers are to hold them while the tiles stream past.
     head = uint32(cuda.blockIdx.z * cuda.gridDim.x + cuda.blockIdx.x)
     b = int32(head // uint32(NH))
     h = int32(int32(head) - b * NH)
-    start = (((int64(b) * cuda.gridDim.y + number) * 3 + first) * NH + h) * HS
+    start = ((int64(b) * cuda.gridDim.y + number) * 3 * NH + h) * HS
+    C = int64(NH) * HS
+    thread = int32(cuda.threadIdx.x)
+    blocks = HS // 8
+    sum_over_warp(dq, blocks)
+    row = int32(offset + (thread >> 5) * HS)
+    for m in range(max(1, blocks // 8)):
+        n = int32(((thread >> 2 & 7) * blocks >> 3) + m)
+        for c in range(2):
+            sums[int32(row + column_of(tile, n, c))] = dq[4 * m + c] * factor
     cuda.syncthreads()
-    for k in range((parts * HS + THREADS - 1) // THREADS):
-        i = int32(cuda.threadIdx.x + k * THREADS)
-        part = int32(i // HS)
-        column = int32(i - part * HS)
-        if part < parts:
-            total = float32(0)
-            for warp in range(THREADS // 32):
-                total += sums[int32(offset + part * (THREADS // 32 * HS) + warp * HS + column)]
-            target[start + part * (NH * HS) + column] = total
+    if thread < HS:
+        total = float32(0)
+        for warp in range(THREADS // 32):
+            total += sums[int32(offset + warp * HS + thread)]
+        target[start + thread] = total
+        target[start + C + thread] = float32(0)
+    return start + 2 * C
+
+
+@device_function
+def store_first_row(target, start, tile, acc, HS):
+    """target[start : start + HS] = the first row of acc, the block's 64 x HS."""
+    if cuda.threadIdx.x < 4:
+        for n in range(HS // 8):
+            for c in range(2):
+                target[start + column_of(tile, n, c)] = acc[4 * n + c]
 
 
 # ---- fragments -----------------------------------------------------------------------------------

@@ -36,14 +36,14 @@ from numbagpt.ops.flash_tile import (
     ROWS,
     THREADS,
     fragment_corner,
-    keep_column_sums,
     load_my_chunks,
     mask_above,
     mask_below,
     my_chunk,
     pack_rows,
     quad_sum,
-    store_column_sums,
+    store_first_row,
+    store_query_sums,
     store_tile,
 )
 from numbagpt.ops.flash_wgmma import HEAD_SIZES
@@ -80,12 +80,12 @@ def make_dq_kernel(HS: int) -> Kernel:
         """One block per 64 queries of a head: dq, and for the next kernel what it needs of rows.
 
         rows (B, NH, 2, T): lse * log2(e), so that P = 2 ** (scale2 S - that), and delta.
-        tile_sums (B, ceil(T / 64), 3C): the column sums of the tiles of dqkv; here those of dq.
+        tile_sums (B, ceil(T / 64), 3C): each tile's share of the bias's gradient.
         Grid as by tile_grid(B * NH, ceil(T / 64)). scale2 = scale * log2(e).
 
         Reads q, dout, out and lse once, k and v once per query tile, mostly from the second-level
-        cache; writes dq, rows and, for each 64 tokens, a row of sums: 12 HS + 12 + HS / 16 bytes
-        per token and head from and to memory.
+        cache; writes dq, rows and, for each 64 tokens, three rows of sums: 12 HS + 12 + 3 HS / 16
+        bytes per token and head from and to memory.
         """
         tile = keep_address(cuda.shared.array(0, uint16, alignment=1024))  # Q, dO; K, V; K, V
         sums = cuda.shared.array(0, float32, alignment=1024)
@@ -176,8 +176,15 @@ def make_dq_kernel(HS: int) -> Kernel:
             stage = other
         cuda.syncthreads()
         store_tile(tile, 0, dq, scale, dqkv, q_start + q0 * stride, stride, q0, T, ROWS, CHUNKS)
-        keep_column_sums(tile, sums, SUMS, 0, dq, scale, HS)
-        store_column_sums(tile_sums, sums, SUMS, 1, int32(tiles - 1), 0, NH, HS)
+        at = store_query_sums(tile_sums, int32(tiles - 1), sums, SUMS, tile, dq, scale, NH, HS)
+        for i in range(32):
+            s[i] = float32(1)
+        for i in range(ACC):
+            dq[i] = float32(0)
+        pack_rows(s, ds, 8)
+        wgmma_ab(dq, ds, tile, TILE, ROWS, HS)  # ones times dO: each row is the sum of its rows
+        wgmma_wait(dq, ACC, 0)
+        store_first_row(tile_sums, at, tile, dq, HS)
 
     flash_dq_kernel.__name__ += f"_{HS}"
     return flash_dq_kernel
@@ -190,8 +197,7 @@ def make_dkv_kernel(HS: int) -> Kernel:
     TILE = ROWS * HS  # elements
     QTILE = QUERIES * HS
     STAGE = 2 * QTILE  # a tile of Q and one of dO; there are two stages
-    VALUES = (2 * TILE + 2 * STAGE) // 2  # where lse2 and delta begin, counted in float32,
-    SUMS = 2 * TILE // 2  # and at the end the column sums
+    VALUES = (2 * TILE + 2 * STAGE) // 2  # where lse2 and delta begin, counted in float32
     ACC = HS // 2  # registers of a thread for 64 x HS
     SCORES = QUERIES // 2  # and for 64 x QUERIES,
     PACKED = QUERIES // 4  # and for these in bf16
@@ -199,30 +205,19 @@ def make_dkv_kernel(HS: int) -> Kernel:
     DIAGONAL = ROWS // QUERIES  # tiles that the diagonal crosses
 
     @kernel(
-        void(
-            uint16[::1],
-            float32[::1],
-            uint16[::1],
-            uint16[::1],
-            float32[::1],
-            int32,
-            int32,
-            float32,
-            float32,
-        ),
+        void(uint16[::1], uint16[::1], uint16[::1], float32[::1], int32, int32, float32, float32),
         max_threads=THREADS,
         min_blocks=3 if HS == 64 else 2,
         exactly=(9, 0),
     )
-    def flash_dkv_kernel(dqkv, tile_sums, dout, qkv, rows, T, NH, scale2, scale):
+    def flash_dkv_kernel(dqkv, dout, qkv, rows, T, NH, scale2, scale):
         """One block per 64 keys of a head: dk and dv, from the tiles of queries that see them.
 
-        rows (B, NH, 2, T): as flash_dq_kernel left them. tile_sums: as there, of dk and dv.
+        rows (B, NH, 2, T): as flash_dq_kernel left them.
         Grid as by tile_grid(B * NH, ceil(T / 64)). scale2 = scale * log2(e).
 
         Reads k and v once, q, dout and rows once per key tile, mostly from the second-level cache;
-        writes dk, dv and their sums: 12 HS + 8 + HS / 8 bytes per token and head from and to
-        memory.
+        writes dk and dv: 12 HS + 8 bytes per token and head from and to memory.
         """
         tile = keep_address(cuda.shared.array(0, uint16, alignment=1024))  # K, V; Q, dO; Q, dO
         values = keep_address(
@@ -319,9 +314,6 @@ def make_dkv_kernel(HS: int) -> Kernel:
         cuda.syncthreads()
         store_tile(tile, 0, dk, scale, dqkv, k_start, stride, k0, T, ROWS, CHUNKS)
         store_tile(tile, TILE, dv, float32(1), dqkv, v_start, stride, k0, T, ROWS, CHUNKS)
-        keep_column_sums(tile, values, SUMS, 0, dk, scale, HS)
-        keep_column_sums(tile, values, SUMS, 1, dv, float32(1), HS)
-        store_column_sums(tile_sums, values, SUMS, 2, int32(cuda.blockIdx.y), 1, NH, HS)
 
     flash_dkv_kernel.__name__ += f"_{HS}"
     return flash_dkv_kernel
