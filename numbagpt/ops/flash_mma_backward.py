@@ -28,6 +28,7 @@ from numbagpt.gpu.ptx import (
 from numbagpt.gpu.vec import MAX_WIDTH, load, width
 from numbagpt.ops.flash_mma import storage
 from numbagpt.ops.flash_mma_products import (
+    lay_out_rows,
     load_left_rows,
     rows_times_rows,
     store_rows,
@@ -43,9 +44,10 @@ from numbagpt.ops.flash_tile import (
     mask_above,
     mask_below,
     my_chunk,
+    ones_in_half,
     quad_sum,
-    store_first_row,
-    store_query_sums,
+    store_sums,
+    take_up,
 )
 
 
@@ -76,7 +78,6 @@ def make_dq_kernel(HS: int, itemsize: int, KEYS: int, min_blocks: int, KEPT: int
     TILE = ROWS * HS  # elements
     KTILE = KEYS * HS
     STAGE = 2 * KTILE  # a tile of K and one of V; there are two stages
-    SUMS = 2 * TILE * itemsize // 4  # where at the end the column sums begin, in float32
     ONES = ROWS // 2  # registers of a thread for 16 x ROWS
     LEFT, SCORES, ACC = 2 * CHUNKS, KEYS // 2, HS // 2  # as in the forward pass
     array, rows = storage(itemsize), float32[::1]
@@ -99,7 +100,6 @@ def make_dq_kernel(HS: int, itemsize: int, KEYS: int, min_blocks: int, KEPT: int
         12 + 3 HS / 16 bytes per token and head.
         """
         tile = keep_address(cuda.shared.array(0, qkv.dtype, alignment=1024))  # Q, dO; K, V; K, V
-        sums = cuda.shared.array(0, float32, alignment=1024)
         q = cuda.local.array(LEFT, int32)
         do = cuda.local.array(LEFT, int32)
         s = cuda.local.array(SCORES, float32)
@@ -182,17 +182,18 @@ def make_dq_kernel(HS: int, itemsize: int, KEYS: int, min_blocks: int, KEPT: int
             weights_times_rows(dq, s, tile, stage, KEYS, CHUNKS)
             k0 = k1
         cuda.syncthreads()
-        store_rows(tile, 0, dq, scale, dqkv, q_start + q0 * stride, stride, q0, T, CHUNKS)
-        number = int32(cuda.gridDim.y - 1 - cuda.blockIdx.y)
-        at = store_query_sums(tile_sums, number, sums, SUMS, tile, dq, scale, NH, HS)
+        lay_out_rows(tile, 0, dq, scale, CHUNKS)
+        cuda.syncthreads()
+        take_up(tile, 0, dqkv, q_start + q0 * stride, stride, q0, T, CHUNKS)
         if cuda.threadIdx.x < 32:
-            for i in range(ONES):
-                ones[i] = float32(1)
             for i in range(ACC):
                 dq[i] = float32(0)
-            # ones times dO: each row is the sum of its rows
+            ones_in_half(ones, 0, ROWS // 8)
+            weights_times_rows(dq, ones, tile, 0, ROWS, CHUNKS)
+            ones_in_half(ones, 1, ROWS // 8)
             weights_times_rows(dq, ones, tile, TILE, ROWS, CHUNKS)
-            store_first_row(tile_sums, at, tile, dq, HS)
+            number = int32(cuda.gridDim.y - 1 - cuda.blockIdx.y)
+            store_sums(tile_sums, number, tile, dq, NH, HS)
 
     flash_mma_dq_kernel.__name__ += f"_{HS}"
     return flash_mma_dq_kernel

@@ -16,8 +16,7 @@ operand is P, a result that lies in registers as flash_tile.py shows.
   2 q + 1 word q + 4, and B has to agree: b[0] comes from row 2 q of v and b[1] from row 2 q + 1.
   ldmatrix does not transpose 32-bit elements, so these are plain loads. And as column g of B any
   column of v will do, as long as the output knows. We take columns 2 g and 2 g + 1 of 16 for two
-  products: one 64-bit load serves both, and a lane ends up with four neighbouring columns of out,
-  which it stores at once, with no detour through shared memory.
+  products: one 64-bit load serves both, and a lane ends up with four neighbouring columns of out.
 
       acc[8 n + 4 j + 2 r + c]   is row g + 8 r, column 16 n + 4 q + 2 c + j     (TF32 out, dq …)
 
@@ -43,7 +42,7 @@ from numbagpt.gpu.mma import (
 )
 from numbagpt.gpu.ptx import load_pair, pack_bf16
 from numbagpt.gpu.vec import store, width
-from numbagpt.ops.flash_tile import ROWS, store_tile, swizzled
+from numbagpt.ops.flash_tile import ROWS, lay_out, swizzled, take_up
 
 # ---- one mma.sync for both kinds of storage ------------------------------------------------------
 
@@ -186,22 +185,33 @@ def weights_times_rows(acc, p, tile, offset, rows, chunks):
 
 
 @device_function
-def store_rows(tile, offset, acc, factor, target, start, stride, first, T, chunks):
-    """factor * acc, as weights_times_rows leaves it, to the rows below T of a matrix.
+def lay_out_rows(tile, offset, acc, factor, chunks):
+    """factor * acc, as weights_times_rows leaves it, into a tile of ROWS nobody needs any more.
 
-    target, start   where row `first`, the block's first of ROWS, begins; stride from row to row
-    tile, offset    shared memory whose 16 rows this warp alone has read; serves bf16 only
+    Each warp writes its own 16 rows.
     """
     if width(tile) == 8:
-        store_tile(tile, offset, acc, factor, target, start, stride, first, T, ROWS, chunks)
+        lay_out(tile, offset, acc, factor, chunks)
     else:
         lane = int32(cuda.threadIdx.x & 31)
         x = cuda.local.array(4, float32)
         for r in range(2):
             row = int32((cuda.threadIdx.x >> 5) * 16 + (lane >> 2) + 8 * r)
-            if int32(first + row) < T:
-                for n in range(chunks // 4):
-                    for j in range(2):
-                        for c in range(2):
-                            x[2 * c + j] = acc[8 * n + 4 * j + 2 * r + c] * factor
-                    store(target, start + row * stride + 16 * n + 4 * (lane & 3), x)
+            for n in range(chunks // 4):
+                for j in range(2):
+                    for c in range(2):
+                        x[2 * c + j] = acc[8 * n + 4 * j + 2 * r + c] * factor
+                place = swizzled(row, int32(4 * n + (lane & 3)), ROWS, chunks)
+                store(tile, int32(offset + place * 4), x)
+
+
+@device_function
+def store_rows(tile, offset, acc, factor, target, start, stride, first, T, chunks):
+    """factor * acc, as weights_times_rows leaves it, to the rows below T of a matrix.
+
+    target, start   where row `first`, the block's first of ROWS, begins; stride from row to row
+    tile, offset    shared memory whose 16 rows this warp alone has read
+    """
+    lay_out_rows(tile, offset, acc, factor, chunks)
+    cuda.syncwarp()
+    take_up(tile, offset, target, start, stride, first, T, chunks)

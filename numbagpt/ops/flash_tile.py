@@ -145,95 +145,77 @@ def load_my_chunks(tile, offset, source, start, stride, first, T, rows, chunks):
 
 
 @device_function
-def store_tile(tile, offset, acc, factor, target, start, stride, first, T, rows, chunks):
-    """factor * acc, rounded to bf16, to the rows below T of a matrix in global memory.
+def lay_out(tile, offset, acc, factor, chunks):
+    """factor * acc, rounded to bf16, into a tile of ROWS that nobody needs any more.
 
-    A fragment's row is spread over a quad, 4 bytes here and there. So each warp lays its 16 rows
-    out in shared memory, in a tile that nobody needs any more, and takes them up again in chunks.
-
-    target, start   where row `first` begins, in elements; the others as for load_my_chunks
-    acc             4 float32 for every chunk
+    acc   4 float32 for every chunk: each warp writes its own 16 rows
     """
-    warp = int32(cuda.threadIdx.x >> 5)
     lane = int32(cuda.threadIdx.x & 31)
-    words = cuda.local.array(4, int32)
     for r in range(2):
-        row = int32(16 * warp + (lane >> 2) + 8 * r)
+        row = int32((cuda.threadIdx.x >> 5) * 16 + (lane >> 2) + 8 * r)
         for n in range(chunks):
-            place = swizzled(row, n, rows, chunks)
+            place = swizzled(row, n, ROWS, chunks)
             word = pack_bf16(acc[4 * n + 2 * r] * factor, acc[4 * n + 2 * r + 1] * factor)
             store_word(tile, int32(offset + place * 8 + 2 * (lane & 3)), word)
-    cuda.syncwarp()
-    step = 32 // chunks  # rows that a warp stores at a time
-    chunk = int32(uint32(lane) % uint32(chunks))
-    row = int32(16 * warp + int32(uint32(lane) // uint32(chunks)))
-    start += int64(row) * stride + chunk * 8
+
+
+@device_function
+def take_up(tile, offset, target, start, stride, first, T, chunks):
+    """Copy a tile of ROWS to the rows below T of a matrix in global memory.
+
+    Each warp copies the 16 rows that it has laid out itself; a syncwarp has to lie between.
+    target, start   where row `first` begins, in elements; the others as for load_my_chunks
+    """
+    warp = int32(cuda.threadIdx.x >> 5)
+    lane = uint32(cuda.threadIdx.x & 31)
+    words = cuda.local.array(4, int32)
+    step = 32 // chunks  # rows that a warp copies at a time
+    chunk = int32(lane % uint32(chunks))
+    row = int32(16 * warp + int32(lane // uint32(chunks)))
+    start += int64(row) * stride + chunk * width(tile)
     for i in range(16 // step):
         if int32(first + row + i * step) < T:
-            place = swizzled(row + i * step, chunk, rows, chunks)
-            load_words(words, tile, int32(offset + place * 8))
+            place = swizzled(row + i * step, chunk, ROWS, chunks)
+            load_words(words, tile, int32(offset + place * width(tile)))
             store_words(target, start + (i * step) * stride, words)
 
 
-# ---- column sums ---------------------------------------------------------------------------------
-
-
 @device_function
-def halve_blocks(acc, blocks, distance):
-    """Add up pairs of lanes: `distance` apart, each goes on with half of the blocks of columns.
+def store_tile(tile, offset, acc, factor, target, start, stride, first, T, chunks):
+    """factor * acc, rounded to bf16, to the rows below T of a matrix in global memory.
 
-    acc   two numbers of each block, acc[4 n] and acc[4 n + 1], overwritten with the sums. A lane
-          that has only one block left, or was given none, adds the other lane's to it
+    A fragment's row is spread over a quad, 4 bytes here and there. So each warp lays its 16 rows
+    out in shared memory and takes them up again in chunks. The arguments are those of both.
     """
-    upper = int32(cuda.threadIdx.x & distance) != 0
-    half = blocks // 2
-    for n in range(max(half, 1)):
-        for c in range(2):
-            kept = acc[4 * n + c]
-            given = kept
-            if half > 0:
-                given = kept if upper else acc[4 * (n + half) + c]
-                kept = acc[4 * (n + half) + c] if upper else kept
-            acc[4 * n + c] = kept + cuda.shfl_xor_sync(FULL_MASK, given, distance)
+    lay_out(tile, offset, acc, factor, chunks)
+    cuda.syncwarp()
+    take_up(tile, offset, target, start, stride, first, T, chunks)
+
+
+# ---- sums of rows --------------------------------------------------------------------------------
 
 
 @device_function
-def sum_over_warp(acc, blocks):
-    """Column sums over a warp's 16 rows of acc, 16 x 8 * blocks, which is overwritten.
+def ones_in_half(p, half, blocks):
+    """p, of 16 x 8 * blocks, becomes one in rows 8 * half to 8 * half + 7 and zero in the others.
 
-    The eight lanes at one place of their quads have rows of the same columns. In three steps they
-    add up their sums and share out the blocks: 14 shuffles for 8 blocks, where three for each
-    number would be 48. A lane ends with max(1, blocks / 8) of them, from (lane / 4) * blocks / 8
-    on, and acc[4 m + c] is the sum of what was, over 16 rows, acc[4 (first + m) + 2 r + c].
+    Its product with a tile has the sum of the tile's rows in each of these rows. With one tile
+    behind half 0 and another behind half 1, two products can add to one accumulator.
     """
     for n in range(blocks):
-        for c in range(2):
-            acc[4 * n + c] += acc[4 * n + 2 + c]
-    halve_blocks(acc, blocks, 16)
-    halve_blocks(acc, blocks // 2, 8)
-    halve_blocks(acc, blocks // 4, 4)
+        for r in range(2):
+            for c in range(2):
+                p[4 * n + 2 * r + c] = float32(r == half)
 
 
 @device_function
-def column_of(tile, n, c):
-    """Column of acc[4 n + c] and acc[4 n + 2 + c] in a product with the storage of `tile`."""
-    quad = int32(cuda.threadIdx.x & 3)
-    if width(tile) == 8:
-        return int32(8 * n + 2 * quad + c)
-    return int32(16 * (n >> 1) + 4 * quad + 2 * c + (n & 1))  # as flash_mma_products.py has it
+def store_sums(target, number, tile, acc, NH, HS):
+    """Store what a tile adds to the gradient of the bias of q, k and v.
 
-
-@device_function
-def store_query_sums(target, number, sums, offset, tile, dq, factor, NH, HS):
-    """factor * the sums of the columns of dq, the block's 64 x HS, and zeros for dk.
-
-    target         (B, tiles, 3, NH, HS), float32
-    number         the block's place on the second axis
-    sums, offset   float32 shared memory that nobody needs any more, 4 HS of it
-    dq             as products with the storage of `tile` leave it; overwritten. Its rows from T on
-                   must be zeros
-
-    Returns where in `target` the sums for dv belong.
+    target   (B, tiles, 3, NH, HS), float32
+    number   the block's place on the second axis
+    acc      sums of the rows of dq in rows 0-7, and of dv, over all keys, in rows 8-15; as products
+             with the storage of `tile` leave them. That of dk is zero
     """
     # Computed again, unsigned, which the compiler does not take for the kernel's own b and h: no
     # registers are to hold them while the tiles stream past.
@@ -242,31 +224,28 @@ def store_query_sums(target, number, sums, offset, tile, dq, factor, NH, HS):
     h = int32(int32(head) - b * NH)
     start = ((int64(b) * cuda.gridDim.y + number) * 3 * NH + h) * HS
     C = int64(NH) * HS
-    thread = int32(cuda.threadIdx.x)
+    g = int32(cuda.threadIdx.x >> 2)  # of the first warp, for a block of columns each
+    quad = int32(cuda.threadIdx.x & 3)
     blocks = HS // 8
-    sum_over_warp(dq, blocks)
-    row = int32(offset + (thread >> 5) * HS)
-    for m in range(max(1, blocks // 8)):
-        n = int32(((thread >> 2 & 7) * blocks >> 3) + m)
-        for c in range(2):
-            sums[int32(row + column_of(tile, n, c))] = dq[4 * m + c] * factor
-    cuda.syncthreads()
-    if thread < HS:
-        total = float32(0)
-        for warp in range(THREADS // 32):
-            total += sums[int32(offset + warp * HS + thread)]
-        target[start + thread] = total
-        target[start + C + thread] = float32(0)
-    return start + 2 * C
-
-
-@device_function
-def store_first_row(target, start, tile, acc, HS):
-    """target[start : start + HS] = the first row of acc, the block's 64 x HS."""
-    if cuda.threadIdx.x < 4:
-        for n in range(HS // 8):
+    together = min(blocks, 8)
+    if g < together:
+        for first in range(0, blocks, 8):
+            n = int32(first + g)
             for c in range(2):
-                target[start + column_of(tile, n, c)] = acc[4 * n + c]
+                column = int32(8 * n + 2 * quad + c)
+                if width(tile) == 4:  # the order of flash_mma_products.py
+                    column = int32(16 * (n >> 1) + 4 * quad + 2 * c + (n & 1))
+                # Registers cannot be indexed by g: take all, keep one.
+                dq = acc[4 * first + c]
+                dv = acc[4 * first + 2 + c]
+                for k in range(1, together):
+                    next_dq = acc[4 * (first + k) + c]
+                    next_dv = acc[4 * (first + k) + 2 + c]
+                    dq = next_dq if g == k else dq
+                    dv = next_dv if g == k else dv
+                target[start + column] = dq
+                target[start + C + column] = float32(0)
+                target[start + 2 * C + column] = dv
 
 
 # ---- fragments -----------------------------------------------------------------------------------

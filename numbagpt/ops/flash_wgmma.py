@@ -160,7 +160,7 @@ def make_forward_kernel(HS: int) -> Kernel:
                 lse[int64(head) * T + row] = (m[r] * scale2 + log2(total)) * LN2
         scale_rows(o, l, CHUNKS)
         o_start = (int64(b) * T + q0) * C + h * HS
-        store_tile(tile, 0, o, float32(1), out, o_start, C, q0, T, ROWS, CHUNKS)
+        store_tile(tile, 0, o, float32(1), out, o_start, C, q0, T, CHUNKS)
 
     flash_forward_kernel.__name__ += f"_{HS}"
     return flash_forward_kernel

@@ -36,15 +36,17 @@ from numbagpt.ops.flash_tile import (
     ROWS,
     THREADS,
     fragment_corner,
+    lay_out,
     load_my_chunks,
     mask_above,
     mask_below,
     my_chunk,
+    ones_in_half,
     pack_rows,
     quad_sum,
-    store_first_row,
-    store_query_sums,
+    store_sums,
     store_tile,
+    take_up,
 )
 from numbagpt.ops.flash_wgmma import HEAD_SIZES
 
@@ -54,7 +56,6 @@ def make_dq_kernel(HS: int) -> Kernel:
     CHUNKS = HS // 8  # of 16 bytes in a row
     TILE = ROWS * HS  # elements
     STAGE = 2 * TILE  # a tile of K and one of V; there are two stages
-    SUMS = STAGE // 2  # where at the end the column sums begin, counted in float32
     ACC = HS // 2  # registers of a thread for 64 x HS
     QUARTER = HS // 4  # columns of a row for each lane of a quad
 
@@ -88,10 +89,10 @@ def make_dq_kernel(HS: int) -> Kernel:
         bytes per token and head from and to memory.
         """
         tile = keep_address(cuda.shared.array(0, uint16, alignment=1024))  # Q, dO; K, V; K, V
-        sums = cuda.shared.array(0, float32, alignment=1024)
         s = cuda.local.array(32, float32)
         dp = cuda.local.array(32, float32)
         ds = cuda.local.array(16, int32)
+        more_ones = cuda.local.array(16, int32)
         dq = cuda.local.array(ACC, float32)
         lse2 = cuda.local.array(2, float32)
         delta = cuda.local.array(2, float32)
@@ -175,16 +176,20 @@ def make_dq_kernel(HS: int) -> Kernel:
             wgmma_wait(dq, ACC, 0)
             stage = other
         cuda.syncthreads()
-        store_tile(tile, 0, dq, scale, dqkv, q_start + q0 * stride, stride, q0, T, ROWS, CHUNKS)
-        at = store_query_sums(tile_sums, int32(tiles - 1), sums, SUMS, tile, dq, scale, NH, HS)
-        for i in range(32):
-            s[i] = float32(1)
+        lay_out(tile, 0, dq, scale, CHUNKS)
+        fence_async_proxy()
+        cuda.syncthreads()
         for i in range(ACC):
             dq[i] = float32(0)
+        ones_in_half(s, 0, 8)
         pack_rows(s, ds, 8)
-        wgmma_ab(dq, ds, tile, TILE, ROWS, HS)  # ones times dO: each row is the sum of its rows
+        wgmma_ab(dq, ds, tile, 0, ROWS, HS)
+        ones_in_half(s, 1, 8)
+        pack_rows(s, more_ones, 8)
+        wgmma_ab(dq, more_ones, tile, TILE, ROWS, HS)
+        take_up(tile, 0, dqkv, q_start + q0 * stride, stride, q0, T, CHUNKS)
         wgmma_wait(dq, ACC, 0)
-        store_first_row(tile_sums, at, tile, dq, HS)
+        store_sums(tile_sums, int32(tiles - 1), tile, dq, NH, HS)
 
     flash_dq_kernel.__name__ += f"_{HS}"
     return flash_dq_kernel
@@ -312,8 +317,8 @@ def make_dkv_kernel(HS: int) -> Kernel:
             wgmma_wait(dk, ACC, 0)
             stage = other
         cuda.syncthreads()
-        store_tile(tile, 0, dk, scale, dqkv, k_start, stride, k0, T, ROWS, CHUNKS)
-        store_tile(tile, TILE, dv, float32(1), dqkv, v_start, stride, k0, T, ROWS, CHUNKS)
+        store_tile(tile, 0, dk, scale, dqkv, k_start, stride, k0, T, CHUNKS)
+        store_tile(tile, TILE, dv, float32(1), dqkv, v_start, stride, k0, T, CHUNKS)
 
     flash_dkv_kernel.__name__ += f"_{HS}"
     return flash_dkv_kernel
