@@ -21,7 +21,7 @@ from numba import cuda
 
 from numbagpt.gpu import graph, stream
 from numbagpt.gpu.blas_problem import BlasError
-from numbagpt.gpu.graph import GraphError
+from numbagpt.gpu.recording import GraphError
 
 if TYPE_CHECKING:
     from numbagpt.gpu.cublaslt import Plan

@@ -20,20 +20,10 @@ from collections.abc import Callable
 from typing import Any
 
 from cuda.bindings import driver
-from numba import cuda
 
-from numbagpt.errors import UserError
 from numbagpt.gpu import stream
-
-_MODE = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
-_RULES = (
-    "run the step once before capturing it, and inside it do not allocate, compile, synchronize "
-    "or copy to or from host memory that is not page-locked"
-)
-
-
-class GraphError(RuntimeError):
-    """A step could not be captured or replayed."""
+from numbagpt.gpu.memset import memsets_as_kernels
+from numbagpt.gpu.recording import check, record
 
 
 class Graph:
@@ -51,7 +41,7 @@ class Graph:
 
         Raises GraphError if the driver refuses.
         """
-        _check(driver.cuGraphLaunch(self._executable, stream.current().handle))
+        check(driver.cuGraphLaunch(self._executable, stream.current().handle))
 
 
 def capture(fn: Callable[[], Any]) -> Graph:
@@ -62,40 +52,13 @@ def capture(fn: Callable[[], Any]) -> Graph:
 
     Raises GraphError saying what could not be captured; a UserError from fn passes through.
     """
-    recording = stream.new_stream()
-    # Numba frees device memory when Python drops an array; a free would spoil the capture.
-    with cuda.defer_cleanup():
-        _check(driver.cuStreamBeginCapture(recording.handle, _MODE))
-        try:
-            with stream.use(recording):
-                fn()
-        except BaseException as error:
-            _abandon(recording)
-            if isinstance(error, UserError) or not isinstance(error, Exception):
-                raise
-            raise GraphError(f"capturing a CUDA graph failed: {error}; {_RULES}") from error
-        graph = _check(driver.cuStreamEndCapture(recording.handle))
+    graph = record(fn)
     try:
-        executable = _check(driver.cuGraphInstantiate(graph, 0))
+        graph = memsets_as_kernels(graph)
+        executable = check(driver.cuGraphInstantiate(graph, 0))
     finally:
         driver.cuGraphDestroy(graph)
     result = Graph(executable, fn)
     # Uploading now keeps the first replay as fast as the others.
-    _check(driver.cuGraphUpload(executable, stream.current().handle))
+    check(driver.cuGraphUpload(executable, stream.current().handle))
     return result
-
-
-def _abandon(recording: stream.Stream) -> None:
-    """End a capture that failed and throw away what it recorded."""
-    status, graph = driver.cuStreamEndCapture(recording.handle)
-    if status == driver.CUresult.CUDA_SUCCESS:
-        driver.cuGraphDestroy(graph)
-
-
-def _check(result: tuple) -> Any:
-    """The value of a driver call; raises GraphError unless the call succeeded."""
-    status, *values = result
-    if status != driver.CUresult.CUDA_SUCCESS:
-        hint = f"; {_RULES}" if "CAPTURE" in status.name else ""
-        raise GraphError(f"a CUDA graph failed with {status.name}{hint}")
-    return values[0] if values else None

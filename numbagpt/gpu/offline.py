@@ -64,9 +64,10 @@ class Resources:
 
 
 def program_kernels() -> list[Kernel]:
-    """Every kernel of numbagpt.ops, module by module."""
-    for module in pkgutil.iter_modules(numbagpt.ops.__path__):
-        importlib.import_module(f"numbagpt.ops.{module.name}")
+    """Every kernel of a training step, module by module."""
+    modules = [f"numbagpt.ops.{m.name}" for m in pkgutil.iter_modules(numbagpt.ops.__path__)]
+    for module in ["numbagpt.gpu.memset", *modules]:
+        importlib.import_module(module)
     return [k for k in all_kernels() if k.__module__.startswith("numbagpt.")]
 
 

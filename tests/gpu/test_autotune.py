@@ -12,7 +12,7 @@ import pytest
 from cuda.bindings import driver
 from numba import cuda
 
-from numbagpt.gpu import autotune, blas, cublaslt, graph
+from numbagpt.gpu import autotune, blas, cublaslt, graph, recording
 from numbagpt.gpu.choices import Choices
 from tests.gpu.matmul_case import Case
 
@@ -182,7 +182,7 @@ def test_no_memory_to_time_in(process, tmp_path):
 
 def test_no_memory_for_a_graph(process, tmp_path):
     def capture(fn):
-        raise graph.GraphError("CUDA_ERROR_OUT_OF_MEMORY")
+        raise recording.GraphError("CUDA_ERROR_OUT_OF_MEMORY")
 
     with process([2, 1]) as lt:
         lt.patch.setattr(autotune.graph, "capture", capture)
@@ -198,7 +198,7 @@ def test_nothing_is_timed_in_a_capture(process):
 
     with process([2, 1]) as lt:
         start_capture(lt)
-        with pytest.raises(graph.GraphError, match=r"out \(5, 8\).* is not chosen yet"):
+        with pytest.raises(recording.GraphError, match=r"out \(5, 8\).* is not chosen yet"):
             check()
         assert not lt.runs
     with process([2, 1]) as lt:
@@ -349,7 +349,7 @@ def test_a_first_use_in_a_capture_is_refused_on_the_gpu():
     case = Case((0, 776, 3072, 4096), (True, False), {"beta": 1.0}, "bfloat16", "float32")
     run, out, _ = case.on(cuda.to_device)
     cublaslt.library()  # its workspace is allocated at the first product of a process
-    with pytest.raises(graph.GraphError, match="is not chosen yet; run the step once before"):
+    with pytest.raises(recording.GraphError, match="is not chosen yet; run the step once before"):
         graph.capture(run)
     run()
     assert case.error(out.copy_to_host()) <= 1e-5

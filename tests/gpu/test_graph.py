@@ -9,7 +9,7 @@ from cuda.bindings import driver
 from numba import cuda, float32, int64, void
 
 from numbagpt.errors import UserError
-from numbagpt.gpu import blas, graph, stream
+from numbagpt.gpu import blas, graph, memset, recording, stream
 from numbagpt.gpu.kernel import kernel
 
 OK = driver.CUresult.CUDA_SUCCESS
@@ -19,6 +19,7 @@ class FakeDriver:
     """The graph functions of the driver; notes the order of calls, fails where told to."""
 
     CUresult = driver.CUresult
+    CUgraphNodeType = driver.CUgraphNodeType
 
     def __init__(self) -> None:
         self.calls = []
@@ -31,13 +32,22 @@ class FakeDriver:
 
         return call
 
+    # The graph is empty, so that its memsets need no replacement.
+
+    def cuGraphGetNodes(self, *arguments):
+        return OK, [], 0
+
+    def cuGraphGetEdges(self, *arguments):
+        return OK, [], [], 0
+
 
 @pytest.fixture
 def fake(monkeypatch):
     fake = FakeDriver()
     work = SimpleNamespace(name="work", handle=1)
-    monkeypatch.setattr(graph, "driver", fake)
-    monkeypatch.setattr(graph.cuda, "defer_cleanup", contextlib.nullcontext)
+    for module in (graph, memset, recording):
+        monkeypatch.setattr(module, "driver", fake)
+    monkeypatch.setattr(recording.cuda, "defer_cleanup", contextlib.nullcontext)
     monkeypatch.setattr(stream, "new_stream", lambda: SimpleNamespace(name="recording", handle=2))
     monkeypatch.setattr(stream, "_default", lambda: work)
     return fake
@@ -70,7 +80,7 @@ def test_a_failing_step_ends_the_capture(fake):
     def step():
         raise RuntimeError("no room")
 
-    with pytest.raises(graph.GraphError, match=r"no room; run the step once before"):
+    with pytest.raises(recording.GraphError, match=r"no room; run the step once before"):
         graph.capture(step)
     assert fake.calls == ["cuStreamBeginCapture", "cuStreamEndCapture", "cuGraphDestroy"]
     assert stream.current().name == "work"
@@ -78,7 +88,9 @@ def test_a_failing_step_ends_the_capture(fake):
 
 def test_an_invalidated_capture_has_no_graph_to_destroy(fake):
     fake.status["cuStreamEndCapture"] = driver.CUresult.CUDA_ERROR_STREAM_CAPTURE_INVALIDATED
-    with pytest.raises(graph.GraphError, match=r"STREAM_CAPTURE_INVALIDATED; run the step once"):
+    with pytest.raises(
+        recording.GraphError, match=r"STREAM_CAPTURE_INVALIDATED; run the step once"
+    ):
         graph.capture(lambda: None)
     assert fake.calls == ["cuStreamBeginCapture", "cuStreamEndCapture"]
 
@@ -95,7 +107,7 @@ def test_errors_that_are_not_about_the_capture_pass_through(fake, error):
 
 
 def test_a_capture_inside_a_capture_is_refused(fake):
-    with pytest.raises(graph.GraphError, match="in use already"):
+    with pytest.raises(recording.GraphError, match="in use already"):
         graph.capture(lambda: graph.capture(lambda: None))
     assert stream.current().name == "work"
 
@@ -103,7 +115,7 @@ def test_a_capture_inside_a_capture_is_refused(fake):
 def test_a_failing_launch_says_why(fake):
     captured = graph.capture(lambda: None)
     fake.status["cuGraphLaunch"] = driver.CUresult.CUDA_ERROR_ILLEGAL_ADDRESS
-    with pytest.raises(graph.GraphError, match=r"CUDA_ERROR_ILLEGAL_ADDRESS$"):
+    with pytest.raises(recording.GraphError, match=r"CUDA_ERROR_ILLEGAL_ADDRESS$"):
         captured.launch()
 
 
@@ -171,7 +183,7 @@ def test_what_a_graph_cannot_hold_is_refused():
             step()
             forbidden()
 
-        with pytest.raises(graph.GraphError, match="run the step once before"):
+        with pytest.raises(recording.GraphError, match="run the step once before"):
             graph.capture(spoiled)
         # The GPU is as usable as before.
         np.testing.assert_array_equal(step.run(step), expected)
