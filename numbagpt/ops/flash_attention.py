@@ -149,8 +149,9 @@ def flash_attention_backward(dqkv, dout, qkv, out, lse, scratch, dqkvb=None, var
     tile_sums, bias_scratch, rows = _split(scratch, _scratch_parts(B, T, C, NH))
     grid = tile_grid(B * NH, tiles)
     launch = grid, THREADS, backward.DQ_SHARED[key]
+    with_sums = int(dqkvb is not None)
     backward.dq_kernels[key][launch](
-        dqkv, tile_sums, rows, dout, qkv, out, lse, T, NH, scale2, scale
+        dqkv, tile_sums, rows, dout, qkv, out, lse, T, NH, scale2, scale, with_sums
     )
     launch = grid, THREADS, backward.DKV_SHARED[key]
     backward.dkv_kernels[key][launch](dqkv, dout, qkv, rows, T, NH, scale2, scale)

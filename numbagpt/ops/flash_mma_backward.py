@@ -83,16 +83,18 @@ def make_dq_kernel(HS: int, itemsize: int, KEYS: int, min_blocks: int, KEPT: int
     array, rows = storage(itemsize), float32[::1]
 
     @kernel(
-        void(array, rows, rows, array, array, array, rows, int32, int32, float32, float32),
+        void(array, rows, rows, array, array, array, rows, int32, int32, float32, float32, int32),
         max_threads=THREADS,
         min_blocks=min_blocks,
         minimum=(8, 0),
     )
-    def flash_mma_dq_kernel(dqkv, tile_sums, rows, dout, qkv, out, lse, T, NH, scale2, scale):
+    def flash_mma_dq_kernel(
+        dqkv, tile_sums, rows, dout, qkv, out, lse, T, NH, scale2, scale, with_sums
+    ):
         """One block per 64 queries of a head: dq, and for the next kernel what it needs of rows.
 
         rows (B, NH, 2, T): lse * log2(e), so that P = 2 ** (scale2 S - that), and delta.
-        tile_sums (B, ceil(T / 64), 3C): each tile's share of the bias's gradient.
+        tile_sums (B, ceil(T / 64), 3C): each tile's share of the bias's gradient, if with_sums.
         Grid as by tile_grid(B * NH, ceil(T / 64)). scale2 = scale * log2(e).
 
         Reads q, dout, out and lse once, k and v once per query tile, mostly from the second-level
@@ -185,7 +187,7 @@ def make_dq_kernel(HS: int, itemsize: int, KEYS: int, min_blocks: int, KEPT: int
         lay_out_rows(tile, 0, dq, scale, CHUNKS)
         cuda.syncthreads()
         take_up(tile, 0, dqkv, q_start + q0 * stride, stride, q0, T, CHUNKS)
-        if cuda.threadIdx.x < 32:
+        if with_sums != 0 and cuda.threadIdx.x < 32:
             for i in range(ACC):
                 dq[i] = float32(0)
             ones_in_half(ones, 0, ROWS // 8)

@@ -72,16 +72,19 @@ def make_dq_kernel(HS: int) -> Kernel:
             int32,
             float32,
             float32,
+            int32,
         ),
         max_threads=THREADS,
         min_blocks=4 if HS == 64 else 2,
         exactly=(9, 0),
     )
-    def flash_dq_kernel(dqkv, tile_sums, rows, dout, qkv, out, lse, T, NH, scale2, scale):
+    def flash_dq_kernel(
+        dqkv, tile_sums, rows, dout, qkv, out, lse, T, NH, scale2, scale, with_sums
+    ):
         """One block per 64 queries of a head: dq, and for the next kernel what it needs of rows.
 
         rows (B, NH, 2, T): lse * log2(e), so that P = 2 ** (scale2 S - that), and delta.
-        tile_sums (B, ceil(T / 64), 3C): each tile's share of the bias's gradient.
+        tile_sums (B, ceil(T / 64), 3C): each tile's share of the bias's gradient, if with_sums.
         Grid as by tile_grid(B * NH, ceil(T / 64)). scale2 = scale * log2(e).
 
         Reads q, dout, out and lse once, k and v once per query tile, mostly from the second-level
@@ -179,17 +182,18 @@ def make_dq_kernel(HS: int) -> Kernel:
         lay_out(tile, 0, dq, scale, CHUNKS)
         fence_async_proxy()
         cuda.syncthreads()
-        for i in range(ACC):
-            dq[i] = float32(0)
-        ones_in_half(s, 0, 8)
-        pack_rows(s, ds, 8)
-        wgmma_ab(dq, ds, tile, 0, ROWS, HS)
-        ones_in_half(s, 1, 8)
-        pack_rows(s, more_ones, 8)
-        wgmma_ab(dq, more_ones, tile, TILE, ROWS, HS)
         take_up(tile, 0, dqkv, q_start + q0 * stride, stride, q0, T, CHUNKS)
-        wgmma_wait(dq, ACC, 0)
-        store_sums(tile_sums, int32(tiles - 1), tile, dq, NH, HS)
+        if with_sums != 0:
+            for i in range(ACC):
+                dq[i] = float32(0)
+            ones_in_half(s, 0, 8)
+            pack_rows(s, ds, 8)
+            wgmma_ab(dq, ds, tile, 0, ROWS, HS)
+            ones_in_half(s, 1, 8)
+            pack_rows(s, more_ones, 8)
+            wgmma_ab(dq, more_ones, tile, TILE, ROWS, HS)
+            wgmma_wait(dq, ACC, 0)
+            store_sums(tile_sums, int32(tiles - 1), tile, dq, NH, HS)
 
     flash_dq_kernel.__name__ += f"_{HS}"
     return flash_dq_kernel
