@@ -120,6 +120,7 @@ def test_backward_with_several_rows_for_each_team(
         assert relative_error(result[name], expected[name]) <= 1e-5, name
 
 
+@pytest.mark.ampere
 @pytest.mark.parametrize(("N", "C"), [(37, 72), (13, 520)])
 def test_backward_with_several_rows_for_each_team_in_bf16(
     place: Place, monkeypatch: pytest.MonkeyPatch, N: int, C: int
@@ -184,6 +185,7 @@ def test_backward_of_many_rows(C: int) -> None:
         assert relative_error(first[name], expected[name]) <= 1e-5, name
 
 
+@pytest.mark.ampere
 @pytest.mark.parametrize("shape", [(2, 5, 72), (1, 3, 128), (2, 2, 768), (1, 3, 1600)])
 def test_bf16(place: Place, shape: tuple) -> None:
     a = random_inputs(shape)

@@ -62,6 +62,7 @@ def test_forward_into_the_residual_stream(place, rng, shape, with_bias):
         assert relative_error(out, expected) <= 1e-5
 
 
+@pytest.mark.ampere
 @pytest.mark.parametrize("shape", [(1, 1, 8, 8), (2, 37, 40, 72)], ids=str)
 def test_bf16_forward_into_the_residual_stream(place, rng, shape):
     B, T, C, OC = shape
@@ -104,6 +105,7 @@ def test_backward_bias(place, rng, shape):
     assert relative_error(dbias, expected) <= 1e-6
 
 
+@pytest.mark.ampere
 @pytest.mark.parametrize("shape", [(1, 8), (37, 40), (301, 264)], ids=str)
 def test_backward_bias_of_bf16(place, rng, shape):
     N, OC = shape
