@@ -87,6 +87,7 @@ class Kernel:
     ) -> None:
         self.function = function
         self.signatures = tuple(signatures)
+        self._dtypes = [tuple(map(_array_dtype, s.args)) for s in signatures]
         self.options = options
         self.max_threads = options["launch_bounds"][0]
         self.minimum = minimum
@@ -129,10 +130,8 @@ class Kernel:
 
     def signature_for(self, arguments: Sequence) -> Signature:
         """The signature whose array types the arguments have; TypeError if there is none."""
-        for signature in self.signatures:
-            if len(signature.args) == len(arguments) and all(
-                _accepts(t, a) for t, a in zip(signature.args, arguments, strict=True)
-            ):
+        for signature, dtypes in zip(self.signatures, self._dtypes, strict=True):
+            if len(dtypes) == len(arguments) and all(map(_accepts, dtypes, arguments)):
                 return signature
         found = ", ".join(str(getattr(a, "dtype", type(a).__name__)) for a in arguments)
         raise TypeError(f"{self.__name__} takes {self.signatures}, not ({found})")
@@ -171,10 +170,16 @@ def _allow_dynamic_shared(dispatcher, nbytes: int) -> None:
         raise RuntimeError(f"{nbytes} bytes of dynamic shared memory refused: {status.name}")
 
 
-def _accepts(numba_type: types.Type, argument: object) -> bool:
-    if not isinstance(numba_type, types.Array):
+def _array_dtype(numba_type: types.Type) -> np.dtype | None:
+    """NumPy's dtype of an array type; None for a scalar."""
+    return np.dtype(str(numba_type.dtype)) if isinstance(numba_type, types.Array) else None
+
+
+def _accepts(dtype: np.dtype | None, argument: object) -> bool:
+    """Whether the argument is an array of that dtype or, where that is None, a scalar."""
+    if dtype is None:
         return getattr(argument, "ndim", 0) == 0
-    return getattr(argument, "dtype", None) == np.dtype(str(numba_type.dtype))
+    return getattr(argument, "dtype", None) == dtype and argument.ndim > 0
 
 
 def _cast(argument: object, numba_type: types.Type) -> object:
