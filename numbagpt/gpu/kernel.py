@@ -107,10 +107,10 @@ class Kernel:
         grid, block, shared_bytes = (*configuration, 0)[:3]
 
         def launch(*arguments) -> None:
-            arrays = [a for a in arguments if hasattr(a, "dtype") and getattr(a, "ndim", 0) > 0]
-            flat = [a.reshape(-1) if getattr(a, "ndim", 0) > 1 else a for a in arguments]
             signature = self.signature_for(arguments)
-            if isinstance(arrays[0], np.ndarray):
+            on_host = self._on_host(arguments)
+            flat = [a.reshape(-1) if getattr(a, "ndim", 0) > 1 else a for a in arguments]
+            if on_host:
                 flat = [_cast(a, t) for a, t in zip(flat, signature.args, strict=True)]
                 simulator.run_kernel(self.function, grid, block, shared_bytes, flat)
             else:
@@ -121,6 +121,26 @@ class Kernel:
                 dispatcher[grid, block, stream.current(), shared_bytes](*flat)
 
         return launch
+
+    def _on_host(self, arguments: Sequence) -> bool:
+        """Whether the arrays are NumPy's. TypeError where only some are, or one has gaps."""
+        on_host = set()
+        for position, a in enumerate(arguments):
+            if getattr(a, "ndim", 0) == 0:
+                continue
+            on_host.add(isinstance(a, np.ndarray))
+            if not (a.flags.c_contiguous if isinstance(a, np.ndarray) else a.is_c_contiguous()):
+                name = self.function.__code__.co_varnames[position]
+                raise TypeError(
+                    f"{self.__name__}: {name}, of shape {a.shape} and strides {a.strides}, is not "
+                    "C-contiguous; expected an array without gaps; pass a contiguous copy of it"
+                )
+        if len(on_host) > 1:
+            raise TypeError(
+                f"{self.__name__}: NumPy arrays and device arrays are mixed; expected either all "
+                "on the host or all on the GPU; copy some with cuda.to_device or copy_to_host"
+            )
+        return on_host.pop()
 
     def runs_on(self, compute_capability: tuple[int, int]) -> bool:
         """Whether GPUs of this compute capability have the kernel's instructions."""

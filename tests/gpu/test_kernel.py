@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from check import poisoned
 from numba import cuda, float32, int64, uint16, void
 
 from numbagpt.gpu.kernel import kernel
@@ -43,3 +44,61 @@ def test_the_signature_is_that_of_the_arrays():
 def test_arguments_without_a_signature(arguments, found):
     with pytest.raises(TypeError, match=rf"scale_kernel takes .* not \({found}\)"):
         scale_kernel[1, BLOCK](*arguments)
+
+
+@pytest.mark.parametrize("out", [slice(None, None, 2), slice(None, None, -1)], ids=str)
+def test_a_vector_with_gaps_is_refused(out):
+    memory = np.zeros(8, np.float32)
+    view = memory[out]
+    with pytest.raises(TypeError, match=r"scale_kernel: out, of shape .* is not C-contiguous"):
+        scale_kernel[1, BLOCK](view, np.ones(view.size, np.float32), 2.0, view.size)
+    assert not memory.any()
+
+
+@pytest.mark.parametrize("view", [lambda a: a[:, :2], lambda a: a.T], ids=["columns", "transpose"])
+def test_a_matrix_with_gaps_is_refused(view):
+    """Flattening one would make a copy, and the result would be lost with it."""
+    memory, ones = np.zeros((3, 4), np.float32), np.ones((3, 4), np.float32)
+    with pytest.raises(TypeError, match=r"scale_kernel: out, of shape .* is not C-contiguous"):
+        scale_kernel[1, BLOCK](view(memory), ones, 2.0, 6)
+    with pytest.raises(TypeError, match=r"scale_kernel: inp, of shape .* is not C-contiguous"):
+        scale_kernel[1, BLOCK](memory, view(ones), 2.0, 6)
+    assert not memory.any()
+
+
+@pytest.mark.gpu
+def test_device_arrays_with_gaps_are_refused():
+    memory, ones = (cuda.to_device(np.zeros((3, 4), np.float32)) for _ in range(2))
+    for view in (memory[:, :2], memory.reshape(-1)[::2]):
+        with pytest.raises(TypeError, match=r"scale_kernel: out, of shape .* is not C-contiguous"):
+            scale_kernel[1, BLOCK](view, ones, 2.0, 6)
+
+
+def test_a_matrix_without_gaps_is_written(place):
+    out, inp = poisoned((3, 4)), np.arange(12, dtype=np.float32).reshape(3, 4)
+    place.run(scale_kernel[1, BLOCK], out, inp, 2.0, 12)
+    np.testing.assert_array_equal(out, 2 * inp)
+
+
+class DeviceArray:
+    """As much of a device array as a launch looks at."""
+
+    def __init__(self, n):
+        self.shape, self.strides, self.ndim, self.dtype = (n,), (4,), 1, np.dtype(np.float32)
+
+    def is_c_contiguous(self):
+        return self.strides == (4,)
+
+
+def test_numpy_and_device_arrays_do_not_mix():
+    """Numba would copy the array to the GPU and back at each launch."""
+    for arrays in ((FLOATS, DeviceArray(4)), (DeviceArray(4), FLOATS)):
+        with pytest.raises(TypeError, match="scale_kernel: NumPy arrays and device arrays"):
+            scale_kernel[1, BLOCK](*arrays, 2.0, 4)
+
+
+def test_a_device_array_with_gaps_is_refused_before_it_is_used():
+    view = DeviceArray(4)
+    view.strides = (8,)
+    with pytest.raises(TypeError, match=r"out, of shape \(4,\) and strides \(8,\), is not C-"):
+        scale_kernel[1, BLOCK](view, DeviceArray(4), 2.0, 4)
