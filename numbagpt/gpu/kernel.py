@@ -12,6 +12,7 @@ Python float passed as a scalar would make the kernel compute in float64; a kern
 and inspected on a machine with no GPU; and the reader sees what the arguments are.
 """
 
+import math
 import time
 from collections.abc import Callable, Sequence
 
@@ -103,8 +104,17 @@ class Kernel:
         return f"<kernel {self.__module__}.{self.__name__}>"
 
     def __getitem__(self, configuration: tuple) -> Callable[..., None]:
-        """Bind grid, block and, where the kernel has it, bytes of dynamic shared memory."""
+        """Bind grid, block and, where the kernel has it, bytes of dynamic shared memory.
+
+        Raises ValueError for a block of more than max_threads.
+        """
         grid, block, shared_bytes = (*configuration, 0)[:3]
+        threads = math.prod(block) if isinstance(block, tuple) else block
+        if threads > self.max_threads:
+            raise ValueError(
+                f"{self.__name__}: a block of {threads} threads; expected at most "
+                f"{self.max_threads}, the max_threads that the kernel is compiled for"
+            )
 
         def launch(*arguments) -> None:
             signature = self.signature_for(arguments)

@@ -102,3 +102,17 @@ def test_a_device_array_with_gaps_is_refused_before_it_is_used():
     view.strides = (8,)
     with pytest.raises(TypeError, match=r"out, of shape \(4,\) and strides \(8,\), is not C-"):
         scale_kernel[1, BLOCK](view, DeviceArray(4), 2.0, 4)
+
+
+@pytest.mark.parametrize("block", [BLOCK + 1, (BLOCK, 2), (8, 4, 2)])
+def test_a_block_larger_than_the_kernel_is_compiled_for(block):
+    threads = np.prod(block)
+    with pytest.raises(ValueError, match=f"scale_kernel: a block of {threads} .* at most {BLOCK}"):
+        scale_kernel[1, block]
+
+
+@pytest.mark.parametrize("block", [BLOCK, (BLOCK, 1), (8, 2, 2), 1])
+def test_a_block_that_the_kernel_is_compiled_for(place, block):
+    out = np.zeros(1, np.float32)
+    place.run(scale_kernel[1, block], out, np.ones(1, np.float32), 3.0, 1)
+    assert out[0] == 3

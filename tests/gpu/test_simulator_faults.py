@@ -213,9 +213,39 @@ def test_an_unknown_cuda_name_is_named():
     assert "cuda.nanosleep" in str(error_of(unknown_name_kernel, 1, 1, memory(1)))
 
 
-def test_a_launch_that_no_gpu_takes():
-    assert "1 to 1024 threads" in str(error_of(read_kernel, 1, 1025, memory(1), np.int64(0)))
-    assert "at least 1 block" in str(error_of(read_kernel, (0, 1), 32, memory(1), np.int64(0)))
+def count_kernel(out):
+    out[0] += 1
+
+
+@pytest.mark.parametrize(
+    ("grid", "block"),
+    [
+        (1, 0),
+        (1, 1025),
+        (1, (32, 33)),
+        (1, (1, 1, 65)),
+        ((0, 1), 32),
+        ((1, -1, -1), 32),
+        ((1, 65536), 1),
+        ((1, 1, 65536), 1),
+        (2**31, 1),
+    ],
+)
+def test_a_launch_that_no_gpu_takes(grid, block):
+    out = np.zeros(1, np.float32)
+    error = error_of(count_kernel, grid, block, out)
+    assert "expected 1 to (2147483647, 65535, 65535) blocks" in str(error)
+    assert "1 to (1024, 1024, 64) threads, 1024 at most in all" in str(error)
+    assert not out.any()
+
+
+@pytest.mark.parametrize(
+    ("grid", "block"), [(1, 1024), (2, (4, 4, 64)), ((1, 65535), 1), ((2, 3, 4), (5, 6))]
+)
+def test_a_launch_that_a_gpu_takes(grid, block):
+    out = np.zeros(1, np.float32)
+    run(count_kernel, grid, block, out)
+    assert out[0] == np.prod(grid) * np.prod(block)
 
 
 def nested_launch_kernel(out):
