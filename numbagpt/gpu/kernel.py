@@ -22,7 +22,11 @@ from numba import cuda
 from numba.core import types
 from numba.core.typing.templates import Signature
 
+from numbagpt.errors import UserError
 from numbagpt.gpu import runtime, simulator, stream
+
+# The compute capability that the conversion of float32 to bf16 came with.
+BF16_MINIMUM = (8, 0)
 
 _registry: list["Kernel"] = []
 
@@ -39,6 +43,11 @@ def ceil_div(n: int, d: int) -> int:
 def all_kernels() -> list["Kernel"]:
     """Every kernel defined so far, in order of definition: what the compile checks go through."""
     return list(_registry)
+
+
+def stores_bf16(signature: Signature) -> bool:
+    """Whether any of the arrays is one of bf16, which lives in uint16."""
+    return any(isinstance(t, types.Array) and t.dtype == types.uint16 for t in signature.args)
 
 
 def device_function(function: Callable) -> Callable:
@@ -63,7 +72,8 @@ def kernel(
                  many registers a thread may take (CUDA's __launch_bounds__)
     fastmath     approximate division and square root, denormals flushed to zero, no NaN and no
                  infinity assumed
-    minimum      compute capability that the kernel's instructions came with
+    minimum      compute capability that the kernel's instructions came with; 8.0 at the least for
+                 a signature with bf16 arrays (uint16)
     exactly      the only compute capability that has them, for instructions such as wgmma that
                  NVIDIA does not promise to keep: the compiler must be told that one is meant
     """
@@ -152,11 +162,19 @@ class Kernel:
             )
         return on_host.pop()
 
-    def runs_on(self, compute_capability: tuple[int, int]) -> bool:
-        """Whether GPUs of this compute capability have the kernel's instructions."""
+    def runs_on(
+        self, compute_capability: tuple[int, int], signature: Signature | None = None
+    ) -> bool:
+        """Whether GPUs of this compute capability have the instructions of the kernel, and those
+        of one signature where it is given.
+        """
         if self.exactly:
             return compute_capability == self.exactly
-        return compute_capability >= self.minimum
+        return compute_capability >= self._oldest(signature)
+
+    def _oldest(self, signature: Signature | None) -> tuple[int, int]:
+        bf16 = signature is not None and stores_bf16(signature)
+        return max(self.minimum, BF16_MINIMUM) if bf16 else self.minimum
 
     def signature_for(self, arguments: Sequence) -> Signature:
         """The signature whose array types the arguments have; TypeError if there is none."""
@@ -167,9 +185,13 @@ class Kernel:
         raise TypeError(f"{self.__name__} takes {self.signatures}, not ({found})")
 
     def compiled(self, signature: Signature):
-        """The Numba dispatcher for one signature, compiled for the current GPU at first use."""
+        """The Numba dispatcher for one signature, compiled for the current GPU at first use.
+
+        Raises UserError where the GPU lacks the kernel's instructions.
+        """
         if signature not in self._dispatchers:
             runtime.configure()
+            self._check_gpu(signature)
             compiler = cuda.jit(signature, cache=True, **self.options)
             start = time.perf_counter()
             dispatcher = compiler(self.function)
@@ -177,6 +199,19 @@ class Kernel:
                 on_compile(self.__name__, time.perf_counter() - start)
             self._dispatchers[signature] = dispatcher
         return self._dispatchers[signature]
+
+    def _check_gpu(self, signature: Signature) -> None:
+        found = tuple(cuda.get_current_device().compute_capability)
+        if self.runs_on(found, signature):
+            return
+        storage, remedy = "", "use another GPU"
+        if self.runs_on(found):  # with the other signatures
+            storage, remedy = " of bf16 arrays", "use float32 arrays or another GPU"
+        needed = self.exactly or self._oldest(signature)
+        raise UserError(
+            f"{self.__name__}{storage} needs {'exactly' if self.exactly else 'at least'} compute "
+            f"capability {needed[0]}.{needed[1]}; this GPU has {found[0]}.{found[1]}; {remedy}"
+        )
 
     def ptx(self, signature: Signature, compute_capability: tuple) -> str:
         """PTX text for a compute capability such as (9, 0). Needs no GPU."""
