@@ -86,7 +86,7 @@ def test_pack(place):
 def copy_kernel(out, pairs, inp, values, count):
     """Rows of 16 bytes: out[0] all of inp, out[1] the first `count`; values reversed in pairs."""
     tile = keep_address(cuda.shared.array(TILE, uint16, alignment=1024))
-    numbers = cuda.shared.array(PAIRS, float32)
+    numbers = cuda.shared.array(PAIRS, float32, alignment=8)
     words = cuda.local.array(4, int32)
     pair = cuda.local.array(2, float32)
     i = int32(cuda.threadIdx.x)
@@ -143,7 +143,7 @@ def test_look_up(place):
 
 @kernel(void(uint16[::1], uint16[::1], int64), max_threads=32, minimum=(8, 0))
 def one_copy_kernel(out, inp, at):
-    tile = cuda.shared.array(TILE, uint16)
+    tile = cuda.shared.array(TILE, uint16, alignment=16)
     copy_async(tile, 8 * cuda.threadIdx.x, inp, at)
     out[0] = tile[0]
 
