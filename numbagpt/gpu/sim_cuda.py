@@ -194,8 +194,21 @@ def _bits32(x: int) -> int:
 
 
 def _fma(a: Any, b: Any, c: Any) -> Any:
-    """a*b + c with one rounding: the product of two float32 is exact in float64."""
-    return np.float32(np.float64(a) * np.float64(b) + np.float64(c))
+    """a*b + c of float32 with one rounding.
+
+    The product is exact in float64, the sum is not: rounded to float64 it may become a tie between
+    two float32, and the second rounding then err. So a sum that lost anything is rounded to the
+    neighbour whose last bit is odd, which is no tie and lies on the same side of any as the exact
+    sum does (Boldo & Melquiond, "Emulation of a FMA and correctly rounded sums", 2008).
+    """
+    product, c = float(a) * float(b), float(c)
+    total = product + c
+    if host_math.isfinite(total):
+        summand = total - product
+        lost = (product - (total - summand)) + (c - summand)
+        if lost != 0 and not np.float64(total).view(np.int64) & 1:
+            total = host_math.nextafter(total, host_math.copysign(host_math.inf, lost))
+    return np.float32(total)
 
 
 def _atomic(combine: Callable[[Any, Any], Any]) -> Callable[..., Any]:
