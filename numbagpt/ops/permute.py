@@ -11,11 +11,11 @@ attention's output:
     unpermute   rows[b, t, p, h, i] = heads[p, b, h, t, i]
 
 Each value moves to one place, so its gradient moves back from there: the backward of either is the
-other.
+other. All arrays are float32: only materialized attention permutes, and it has no other precision.
 """
 
 import numpy as np
-from numba import cuda, float32, int32, int64, uint16, void
+from numba import cuda, float32, int32, int64, void
 
 from numbagpt.gpu.kernel import ceil_div, device_function, kernel
 from numbagpt.gpu.vec import MAX_WIDTH, load, store, width
@@ -57,7 +57,6 @@ def heads_offset(row, c, T, NH, HS):
 
 @kernel(
     void(float32[::1], float32[::1], int32, int32, int32, int32),
-    void(uint16[::1], uint16[::1], int32, int32, int32, int32),
     max_threads=MAX_THREADS,
     min_blocks=8,
 )
@@ -66,7 +65,7 @@ def permute_kernel(heads, rows, P, T, NH, HS):
 
     Grid (B*T, blocks along C). A thread takes one vector of channels of one row, in each of the P
     tensors: reads are contiguous along the row, writes along the head. Reads and writes each value
-    once: 8 P B T C bytes (float32).
+    once: 8 P B T C bytes.
     """
     x = cuda.local.array(MAX_WIDTH, float32)
     C = NH * HS
@@ -90,7 +89,6 @@ def permute_kernel(heads, rows, P, T, NH, HS):
 
 @kernel(
     void(float32[::1], float32[::1], int32, int32, int32, int32),
-    void(uint16[::1], uint16[::1], int32, int32, int32, int32),
     max_threads=MAX_THREADS,
     min_blocks=8,
 )
@@ -130,22 +128,23 @@ def _launch(kernel, out, inp, P, heads):
 def permute(qkvr, inp) -> None:
     """Sort the output of the QKV matmul by head.
 
-    qkvr  (3, B, NH, T, HS)   written
-    inp   (B, T, 3C), of any shape with as many elements; HS is any, C = NH * HS divisible by 4
+    qkvr  (3, B, NH, T, HS)   float32, written
+    inp   (B, T, 3C)          float32, of any shape with as many elements; HS is any, C = NH * HS
+                              divisible by 4
     """
     _launch(permute_kernel, qkvr, inp, 3, heads=qkvr)
 
 
 def permute_backward(dinp, dqkvr) -> None:
-    """dinp (B, T, 3C) = the gradients dqkvr (3, B, NH, T, HS), back in the order of rows."""
+    """dinp (B, T, 3C) = the gradients dqkvr (3, B, NH, T, HS) in the order of rows, float32."""
     _launch(unpermute_kernel, dinp, dqkvr, 3, heads=dqkvr)
 
 
 def unpermute(out, inp) -> None:
-    """out (B, T, C) = inp (B, NH, T, HS), the heads of a token side by side again."""
+    """out (B, T, C) = inp (B, NH, T, HS), the heads of a token side by side again, float32."""
     _launch(unpermute_kernel, out, inp, 1, heads=inp)
 
 
 def unpermute_backward(dinp, dout) -> None:
-    """dinp (B, NH, T, HS) = the gradient dout (B, T, C), sorted by head."""
+    """dinp (B, NH, T, HS) = the gradient dout (B, T, C), sorted by head, float32."""
     _launch(permute_kernel, dinp, dout, 1, heads=dinp)
