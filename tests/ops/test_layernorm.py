@@ -221,8 +221,12 @@ def test_too_many_channels_are_refused() -> None:
     a = random_inputs((1, 1, 4100))
     with pytest.raises(UserError, match="4100 channels; expected at most 4096"):
         run_forward(Place("sim"), a)
+    mean, rstd, scratch = poisoned((1, 1)), poisoned((1, 1)), poisoned(3 * 4100)
+    gradients = a["dinp"], a["dweight"], a["dbias"]
     with pytest.raises(UserError, match="4100 channels; expected at most 4096"):
-        run_backward(Place("sim"), a)
+        layernorm_backward(*gradients, a["dout"], a["inp"], a["weight"], mean, rstd, scratch)
+    with pytest.raises(UserError, match="4100 channels; expected at most 4096"):
+        layernorm_backward_scratch(1, 4100)
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 4), (2, 3, 36)])
