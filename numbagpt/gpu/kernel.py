@@ -116,7 +116,9 @@ class Kernel:
     def __getitem__(self, configuration: tuple) -> Callable[..., None]:
         """Bind grid, block and, where the kernel has it, bytes of dynamic shared memory.
 
-        Raises ValueError for a block of more than max_threads.
+        Raises ValueError for a block of more than max_threads. The launch raises TypeError for
+        arguments that no signature has, for arrays that are not C-contiguous, and where NumPy
+        arrays and device arrays are mixed; UserError where the GPU lacks the instructions.
         """
         grid, block, shared_bytes = (*configuration, 0)[:3]
         threads = math.prod(block) if isinstance(block, tuple) else block
