@@ -12,6 +12,7 @@ Python float passed as a scalar would make the kernel compute in float64; a kern
 and inspected on a machine with no GPU; and the reader sees what the arguments are.
 """
 
+import math
 import time
 from collections.abc import Callable, Sequence
 
@@ -21,7 +22,11 @@ from numba import cuda
 from numba.core import types
 from numba.core.typing.templates import Signature
 
+from numbagpt.errors import UserError
 from numbagpt.gpu import runtime, simulator, stream
+
+# The compute capability that the conversion of float32 to bf16 came with.
+BF16_MINIMUM = (8, 0)
 
 _registry: list["Kernel"] = []
 
@@ -38,6 +43,11 @@ def ceil_div(n: int, d: int) -> int:
 def all_kernels() -> list["Kernel"]:
     """Every kernel defined so far, in order of definition: what the compile checks go through."""
     return list(_registry)
+
+
+def stores_bf16(signature: Signature) -> bool:
+    """Whether any of the arrays is one of bf16, which lives in uint16."""
+    return any(isinstance(t, types.Array) and t.dtype == types.uint16 for t in signature.args)
 
 
 def device_function(function: Callable) -> Callable:
@@ -62,7 +72,8 @@ def kernel(
                  many registers a thread may take (CUDA's __launch_bounds__)
     fastmath     approximate division and square root, denormals flushed to zero, no NaN and no
                  infinity assumed
-    minimum      compute capability that the kernel's instructions came with
+    minimum      compute capability that the kernel's instructions came with; 8.0 at the least for
+                 a signature with bf16 arrays (uint16)
     exactly      the only compute capability that has them, for instructions such as wgmma that
                  NVIDIA does not promise to keep: the compiler must be told that one is meant
     """
@@ -87,6 +98,7 @@ class Kernel:
     ) -> None:
         self.function = function
         self.signatures = tuple(signatures)
+        self._dtypes = [tuple(map(_array_dtype, s.args)) for s in signatures]
         self.options = options
         self.max_threads = options["launch_bounds"][0]
         self.minimum = minimum
@@ -102,14 +114,25 @@ class Kernel:
         return f"<kernel {self.__module__}.{self.__name__}>"
 
     def __getitem__(self, configuration: tuple) -> Callable[..., None]:
-        """Bind grid, block and, where the kernel has it, bytes of dynamic shared memory."""
+        """Bind grid, block and, where the kernel has it, bytes of dynamic shared memory.
+
+        Raises ValueError for a block of more than max_threads. The launch raises TypeError for
+        arguments that no signature has, for arrays that are not C-contiguous, and where NumPy
+        arrays and device arrays are mixed; UserError where the GPU lacks the instructions.
+        """
         grid, block, shared_bytes = (*configuration, 0)[:3]
+        threads = math.prod(block) if isinstance(block, tuple) else block
+        if threads > self.max_threads:
+            raise ValueError(
+                f"{self.__name__}: a block of {threads} threads; expected at most "
+                f"{self.max_threads}, the max_threads that the kernel is compiled for"
+            )
 
         def launch(*arguments) -> None:
-            arrays = [a for a in arguments if hasattr(a, "dtype") and getattr(a, "ndim", 0) > 0]
-            flat = [a.reshape(-1) if getattr(a, "ndim", 0) > 1 else a for a in arguments]
             signature = self.signature_for(arguments)
-            if isinstance(arrays[0], np.ndarray):
+            on_host = self._on_host(arguments)
+            flat = [a.reshape(-1) if getattr(a, "ndim", 0) > 1 else a for a in arguments]
+            if on_host:
                 flat = [_cast(a, t) for a, t in zip(flat, signature.args, strict=True)]
                 simulator.run_kernel(self.function, grid, block, shared_bytes, flat)
             else:
@@ -121,26 +144,56 @@ class Kernel:
 
         return launch
 
-    def runs_on(self, compute_capability: tuple[int, int]) -> bool:
-        """Whether GPUs of this compute capability have the kernel's instructions."""
+    def _on_host(self, arguments: Sequence) -> bool:
+        """Whether the arrays are NumPy's. TypeError where only some are, or one has gaps."""
+        on_host = set()
+        for position, a in enumerate(arguments):
+            if getattr(a, "ndim", 0) == 0:
+                continue
+            on_host.add(isinstance(a, np.ndarray))
+            if not (a.flags.c_contiguous if isinstance(a, np.ndarray) else a.is_c_contiguous()):
+                name = self.function.__code__.co_varnames[position]
+                raise TypeError(
+                    f"{self.__name__}: {name}, of shape {a.shape} and strides {a.strides}, is not "
+                    "C-contiguous; expected an array without gaps; pass a contiguous copy of it"
+                )
+        if len(on_host) > 1:
+            raise TypeError(
+                f"{self.__name__}: NumPy arrays and device arrays are mixed; expected either all "
+                "on the host or all on the GPU; copy some with cuda.to_device or copy_to_host"
+            )
+        return on_host.pop()
+
+    def runs_on(
+        self, compute_capability: tuple[int, int], signature: Signature | None = None
+    ) -> bool:
+        """Whether GPUs of this compute capability have the instructions of the kernel, and those
+        of one signature where it is given.
+        """
         if self.exactly:
             return compute_capability == self.exactly
-        return compute_capability >= self.minimum
+        return compute_capability >= self._oldest(signature)
+
+    def _oldest(self, signature: Signature | None) -> tuple[int, int]:
+        bf16 = signature is not None and stores_bf16(signature)
+        return max(self.minimum, BF16_MINIMUM) if bf16 else self.minimum
 
     def signature_for(self, arguments: Sequence) -> Signature:
         """The signature whose array types the arguments have; TypeError if there is none."""
-        for signature in self.signatures:
-            if len(signature.args) == len(arguments) and all(
-                _accepts(t, a) for t, a in zip(signature.args, arguments, strict=True)
-            ):
+        for signature, dtypes in zip(self.signatures, self._dtypes, strict=True):
+            if len(dtypes) == len(arguments) and all(map(_accepts, dtypes, arguments)):
                 return signature
         found = ", ".join(str(getattr(a, "dtype", type(a).__name__)) for a in arguments)
         raise TypeError(f"{self.__name__} takes {self.signatures}, not ({found})")
 
     def compiled(self, signature: Signature):
-        """The Numba dispatcher for one signature, compiled for the current GPU at first use."""
+        """The Numba dispatcher for one signature, compiled for the current GPU at first use.
+
+        Raises UserError where the GPU lacks the kernel's instructions.
+        """
         if signature not in self._dispatchers:
             runtime.configure()
+            self._check_gpu(signature)
             compiler = cuda.jit(signature, cache=True, **self.options)
             start = time.perf_counter()
             dispatcher = compiler(self.function)
@@ -148,6 +201,19 @@ class Kernel:
                 on_compile(self.__name__, time.perf_counter() - start)
             self._dispatchers[signature] = dispatcher
         return self._dispatchers[signature]
+
+    def _check_gpu(self, signature: Signature) -> None:
+        found = tuple(cuda.get_current_device().compute_capability)
+        if self.runs_on(found, signature):
+            return
+        storage, remedy = "", "use another GPU"
+        if self.runs_on(found):  # with the other signatures
+            storage, remedy = " of bf16 arrays", "use float32 arrays or another GPU"
+        needed = self.exactly or self._oldest(signature)
+        raise UserError(
+            f"{self.__name__}{storage} needs {'exactly' if self.exactly else 'at least'} compute "
+            f"capability {needed[0]}.{needed[1]}; this GPU has {found[0]}.{found[1]}; {remedy}"
+        )
 
     def ptx(self, signature: Signature, compute_capability: tuple) -> str:
         """PTX text for a compute capability such as (9, 0). Needs no GPU."""
@@ -171,10 +237,16 @@ def _allow_dynamic_shared(dispatcher, nbytes: int) -> None:
         raise RuntimeError(f"{nbytes} bytes of dynamic shared memory refused: {status.name}")
 
 
-def _accepts(numba_type: types.Type, argument: object) -> bool:
-    if not isinstance(numba_type, types.Array):
+def _array_dtype(numba_type: types.Type) -> np.dtype | None:
+    """NumPy's dtype of an array type; None for a scalar."""
+    return np.dtype(str(numba_type.dtype)) if isinstance(numba_type, types.Array) else None
+
+
+def _accepts(dtype: np.dtype | None, argument: object) -> bool:
+    """Whether the argument is an array of that dtype or, where that is None, a scalar."""
+    if dtype is None:
         return getattr(argument, "ndim", 0) == 0
-    return getattr(argument, "dtype", None) == np.dtype(str(numba_type.dtype))
+    return getattr(argument, "dtype", None) == dtype and argument.ndim > 0
 
 
 def _cast(argument: object, numba_type: types.Type) -> object:

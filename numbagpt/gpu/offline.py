@@ -42,7 +42,7 @@ from numba.cuda import dispatcher
 import numbagpt.ops
 from numbagpt import cli
 from numbagpt.errors import UserError
-from numbagpt.gpu.kernel import Kernel, all_kernels
+from numbagpt.gpu.kernel import Kernel, all_kernels, stores_bf16
 
 # Turing, Ampere, Hopper, Blackwell.
 ARCHITECTURES = ((7, 5), (8, 0), (9, 0), (10, 0))
@@ -72,15 +72,15 @@ def program_kernels() -> list[Kernel]:
 
 
 def architectures(kernel: Kernel, signature: Signature) -> list[tuple[int, int]]:
-    """The compute capabilities that a kernel is meant for: bf16 conversion came with 8.0."""
-    oldest = (8, 0) if storage(signature) == "bf16" else ARCHITECTURES[0]
-    return [cc for cc in ARCHITECTURES if kernel.runs_on(cc) and cc >= oldest]
+    """The compute capabilities that a kernel is meant for."""
+    return [cc for cc in ARCHITECTURES if kernel.runs_on(cc, signature)]
 
 
 def storage(signature: Signature) -> str:
     """A word that tells the signatures of one kernel apart: bf16 if any of its arrays stores it."""
-    stored = [str(t.dtype) for t in signature.args if isinstance(t, types.Array)]
-    return "bf16" if "uint16" in stored else stored[0]
+    if stores_bf16(signature):
+        return "bf16"
+    return next(str(t.dtype) for t in signature.args if isinstance(t, types.Array))
 
 
 def compile_ptx(kernel: Kernel, signature: Signature, compute_capability: tuple[int, int]) -> str:

@@ -44,6 +44,8 @@ def warp_max(value):
 def block_sum(value, shared):
     """Sum of `value` over the block, in every thread. All threads must call it.
 
+    The block has one dimension, from which a thread's warp and lane are taken, and whole warps: a
+    multiple of 32 threads, at most 1024.
     shared: float32 shared memory, 32 elements, free for use again after the next barrier.
     """
     lane = cuda.threadIdx.x & 31
@@ -59,6 +61,8 @@ def block_sum(value, shared):
 def block_max(value, shared):
     """Maximum of `value` over the block, in every thread. All threads must call it.
 
+    The block has one dimension, from which a thread's warp and lane are taken, and whole warps: a
+    multiple of 32 threads, at most 1024.
     shared: float32 shared memory, 32 elements, free for use again after the next barrier.
     """
     lane = cuda.threadIdx.x & 31

@@ -13,8 +13,10 @@ from typing import Any
 
 import numpy as np
 
-# The widest access to memory; allocations start on a multiple of it, on a GPU and in NumPy.
+# The widest access to global memory: what of an argument's address counts for alignment.
 VECTOR_BYTES = 16
+# The alignment of a local array: registers have no address, and so none that is not aligned.
+REGISTERS = 1 << 30
 
 
 def reads_as_int(dtype: np.dtype) -> bool:
@@ -25,12 +27,17 @@ def reads_as_int(dtype: np.dtype) -> bool:
 class CheckedArray:
     """A 1-D NumPy array, `.array`, whose indices are checked. `name` appears in messages."""
 
-    __slots__ = ("_read", "array", "dtype", "name", "offset", "shape", "size")
+    __slots__ = ("_read", "alignment", "array", "dtype", "name", "offset", "shape", "size")
 
-    def __init__(self, array: np.ndarray, name: str, offset: int = 0):
+    def __init__(
+        self, array: np.ndarray, name: str, offset: int = 0, alignment: int = VECTOR_BYTES
+    ):
         self.array = array
         self.name = name
-        self.offset = offset  # of element 0 from the start of the allocation, for alignment
+        # For vectors: of element 0 from the start of the allocation, and how many bytes the address
+        # of that start is known to be a multiple of.
+        self.offset = offset
+        self.alignment = alignment
         self.size = array.size
         self.dtype = array.dtype
         self.shape = array.shape
@@ -51,7 +58,8 @@ class CheckedArray:
             start, stop, step = index.indices(self.size)
             if step != 1:
                 raise IndexError(f"{self.name} is sliced with step {step}; expected step 1")
-            return CheckedArray(self.array[start:stop], self.name, self.offset + start)
+            view = self.array[start:stop]
+            return CheckedArray(view, self.name, self.offset + start, self.alignment)
         if 0 <= index < self.size:
             return self._read(index)
         raise self._outside(index)
@@ -92,7 +100,8 @@ class CheckedArrayND(CheckedArray):
             return self._read(index)
         view = self.array[index]
         row = sum(i * s for i, s in zip(index, self.array.strides, strict=False))
-        return checked(view, self.name, self.offset + row // self.dtype.itemsize)
+        first = self.offset + row // self.dtype.itemsize
+        return checked(view, self.name, first, self.alignment)
 
     def __setitem__(self, index: Any, value: Any) -> None:
         index = self._checked(index)
@@ -120,9 +129,11 @@ class CheckedArrayND(CheckedArray):
         return f"shape {self.shape}"
 
 
-def checked(array: np.ndarray, name: str, offset: int = 0) -> CheckedArray:
+def checked(
+    array: np.ndarray, name: str, offset: int = 0, alignment: int = VECTOR_BYTES
+) -> CheckedArray:
     """`array` with its indices checked, whatever its rank."""
-    return (CheckedArray if array.ndim == 1 else CheckedArrayND)(array, name, offset)
+    return (CheckedArray if array.ndim == 1 else CheckedArrayND)(array, name, offset, alignment)
 
 
 def checked_argument(array: np.ndarray, name: str) -> CheckedArray:
@@ -140,7 +151,8 @@ def checked_slice(
 
     The view is writable and shares the kernel's memory. `align` is in elements and defaults to
     `count`: hardware faults on a vector access whose address is not a multiple of the vector's
-    size, so `start`, counted from the start of the allocation, must be a multiple of it.
+    size. So `start`, counted from the start of the allocation, must be a multiple of it, and that
+    allocation be aligned to as many bytes.
 
     Raises IndexError where any element lies outside the array or the access is misaligned.
     """
@@ -150,6 +162,12 @@ def checked_slice(
             f"{arr.name} has {arr.size} elements"
         )
     align = count if align is None else align
+    if align * arr.dtype.itemsize > arr.alignment:
+        raise IndexError(
+            f"{arr.name}[{start} : {start + count}] may be misaligned; {arr.name} is aligned to "
+            f"{arr.alignment} bytes, a vector of {align} elements needs "
+            f"alignment={align * arr.dtype.itemsize}"
+        )
     if (arr.offset + start) % align:
         raise IndexError(
             f"{arr.name}[{start} : {start + count}] is misaligned; "

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from numbagpt.gpu.sim_arrays import CheckedArray, checked
+from numbagpt.gpu.sim_arrays import REGISTERS, CheckedArray, checked
 from numbagpt.gpu.sim_lanes import FULL_MASK, WARP_SIZE, SimulatorError, here, warp_operation
 
 STATIC_SHARED_LIMIT = 48 * 1024
@@ -86,17 +86,21 @@ def _shared_array(shape: int | tuple, dtype: Any, alignment: int | None = None) 
     """cuda.shared.array: one array a block for each place in the source that asks for one.
 
     Shape 0 is the dynamic shared memory of the launch: every such array starts at its first byte.
+    Without `alignment` an array may start at any multiple of its elements' size.
     """
     block = here.block
+    alignment = alignment or _dtype(dtype).itemsize
     if shape == 0:
         dtype = _dtype(dtype)
         whole = block.dynamic.size // dtype.itemsize
-        return checked(block.dynamic[: whole * dtype.itemsize].view(dtype), "dynamic shared array")
+        memory = block.dynamic[: whole * dtype.itemsize].view(dtype)
+        return checked(memory, "dynamic shared array", alignment=alignment)
     frame = sys._getframe(1)
     site = (frame.f_code, frame.f_lasti)
     array = block.shared.get(site)
     if array is None:
-        array = block.shared[site] = checked(_poison(shape, dtype).copy(), "shared array")
+        memory = _poison(shape, dtype).copy()
+        array = block.shared[site] = checked(memory, "shared array", alignment=alignment)
         block.static_bytes += array.array.nbytes
         if block.static_bytes > STATIC_SHARED_LIMIT:
             raise SimulatorError(
@@ -112,7 +116,7 @@ def _shared_array(shape: int | tuple, dtype: Any, alignment: int | None = None) 
 
 
 def _local_array(shape: int | tuple, dtype: Any, alignment: int | None = None) -> CheckedArray:
-    return checked(_poison(shape, dtype).copy(), "local array")
+    return checked(_poison(shape, dtype).copy(), "local array", alignment=REGISTERS)
 
 
 # ---- barriers and warp operations ----------------------------------------------------------------
@@ -190,8 +194,21 @@ def _bits32(x: int) -> int:
 
 
 def _fma(a: Any, b: Any, c: Any) -> Any:
-    """a*b + c with one rounding: the product of two float32 is exact in float64."""
-    return np.float32(np.float64(a) * np.float64(b) + np.float64(c))
+    """a*b + c of float32 with one rounding.
+
+    The product is exact in float64, the sum is not: rounded to float64 it may become a tie between
+    two float32, and the second rounding then err. So a sum that lost anything is rounded to the
+    neighbour whose last bit is odd, which is no tie and lies on the same side of any as the exact
+    sum does (Boldo & Melquiond, "Emulation of a FMA and correctly rounded sums", 2008).
+    """
+    product, c = float(a) * float(b), float(c)
+    total = product + c
+    if host_math.isfinite(total):
+        summand = total - product
+        lost = (product - (total - summand)) + (c - summand)
+        if lost != 0 and not np.float64(total).view(np.int64) & 1:
+            total = host_math.nextafter(total, host_math.copysign(host_math.inf, lost))
+    return np.float32(total)
 
 
 def _atomic(combine: Callable[[Any, Any], Any]) -> Callable[..., Any]:

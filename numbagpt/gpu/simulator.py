@@ -68,7 +68,10 @@ __all__ = [
     "warp_operation",
 ]
 
+# What every GPU takes: threads of a block, and in each dimension threads and blocks.
 MAX_THREADS = 1024
+MAX_BLOCK = Dim3(1024, 1024, 64)
+MAX_GRID = Dim3(2**31 - 1, 65535, 65535)
 _meanings: dict[int, tuple[Any, Callable]] = {}
 _rebound: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 _one_launch = threading.RLock()
@@ -122,10 +125,12 @@ def run_kernel(
     itself is impossible.
     """
     grid, block = _dim3(grid), _dim3(block)
-    if not 0 < math.prod(block) <= MAX_THREADS or math.prod(grid) <= 0:
+    if not (_within(grid, MAX_GRID) and _within(block, MAX_BLOCK)) or (
+        math.prod(block) > MAX_THREADS
+    ):
         raise SimulatorError(
-            f"{function.__name__}: launch of {grid} blocks of {block} threads; "
-            f"expected at least 1 block and 1 to {MAX_THREADS} threads"
+            f"{function.__name__}: launch of {grid} blocks of {block} threads; expected 1 to "
+            f"{MAX_GRID} blocks and 1 to {MAX_BLOCK} threads, {MAX_THREADS} at most in all"
         )
     kernel = rebind(function)
     arg_names = function.__code__.co_varnames
@@ -152,6 +157,11 @@ def _indices(size: Dim3) -> Iterator[Dim3]:
         for y in range(size.y):
             for x in range(size.x):
                 yield Dim3(x, y, z)
+
+
+def _within(size: Dim3, largest: Dim3) -> bool:
+    """Whether there is at least one in each dimension and not more than the largest."""
+    return all(1 <= n <= limit for n, limit in zip(size, largest, strict=True))
 
 
 def _dim3(size: int | Sequence[int]) -> Dim3:

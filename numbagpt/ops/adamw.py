@@ -21,6 +21,7 @@ from numba import cuda, float32, int64, uint16, void
 from numbagpt.gpu.kernel import ceil_div, device_function, kernel
 from numbagpt.gpu.ptx import pack_bf16
 from numbagpt.gpu.vec import MAX_WIDTH, float32_to_bf16, load, store, store_half, width
+from numbagpt.ops.arguments import check_sizes, check_vectors
 
 BLOCK = 256
 # Elements the NumPy reference updates at a time: six arrays of this many stay in the L2 cache.
@@ -129,16 +130,22 @@ def adamw_update(
     params, grads, m, v  flat float32 of one length, each starting on a 16-byte boundary
     hyper                (3,) float32: learning_rate, 1 - beta1^t, 1 - beta2^t
     grad_scale           (1,) float32: factor of the gradient; negative: nothing is written
-    copy                 None, or uint16 of that length, starting on an 8-byte boundary: the new
+    copy                 None, or uint16 of that length, starting on a 16-byte boundary: the new
                          params rounded to bf16
+
+    Raises ValueError where sizes or addresses are others.
     """
     N = params.size
+    copy = params if copy is None else copy
+    check_sizes("adamw_update", grads=(grads, N), m=(m, N), v=(v, N), copy=(copy, N))
+    check_sizes("adamw_update", hyper=(hyper, 3), grad_scale=(grad_scale, 1))
+    check_vectors("adamw_update", 0, params=params, grads=grads, m=m, v=v, copy=copy)
     adamw_kernel[ceil_div(N, BLOCK * 4), BLOCK](
         params,
         grads,
         m,
         v,
-        params if copy is None else copy,
+        copy,
         hyper,
         grad_scale,
         beta1,

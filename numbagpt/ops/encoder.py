@@ -11,6 +11,7 @@ from numba import cuda, float32, int32, int64, uint16, void
 from numbagpt.gpu.kernel import ceil_div, kernel
 from numbagpt.gpu.reduce import WARP_SIZE
 from numbagpt.gpu.vec import MAX_WIDTH, load, store, width
+from numbagpt.ops.arguments import check_room, check_sizes, check_vectors
 from numbagpt.ops.encoder_backward import encoder_backward, encoder_backward_reference, token_runs
 
 __all__ = [
@@ -79,8 +80,14 @@ def encoder_forward(out, inp, wte, wpe) -> None:
     out       (B, T, C), float32 or bf16 bits; C a multiple of 4 (float32) or 8 (bf16)
     inp       (B, T) int32, each less than Vp
     wte, wpe  (Vp, C) and (maxT, C) with maxT >= T, stored as out
+
+    out, wte and wpe start on a 16-byte boundary. Raises ValueError where sizes or addresses are
+    others; the tokens are not looked at.
     """
     B, T, C = out.shape
+    check_sizes("encoder_forward", inp=(inp, B * T), wte=(wte, wte.shape[0] * C))
+    check_room("encoder_forward", wpe=(wpe, T * C))
+    check_vectors("encoder_forward", C, out=out, wte=wte, wpe=wpe)
     slices = ceil_div(C * out.dtype.itemsize, 16 * WARP_SIZE)
     grid = slices, ceil_div(T, WARPS), ceil_div(B, ROWS)
     encoder_forward_kernel[grid, BLOCK](out, inp, wte, wpe, B, T, C)

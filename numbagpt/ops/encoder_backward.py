@@ -20,6 +20,7 @@ from numbagpt.gpu.kernel import ceil_div, device_function, kernel
 from numbagpt.gpu.ptx import look_up
 from numbagpt.gpu.reduce import FULL_MASK, WARP_SIZE
 from numbagpt.gpu.vec import MAX_WIDTH, load, store, width
+from numbagpt.ops.arguments import check_room, check_sizes, check_vectors
 
 # Threads of a block, and how many blocks are to fit on a multiprocessor: what its registers allow.
 BLOCK = 256
@@ -275,13 +276,20 @@ def encoder_backward_kernel(
 def encoder_backward(dwte, dwpe, dout, inp, order, starts) -> None:
     """Adds the gradients of encoder_forward to dwte and dwpe. Deterministic.
 
-    dwte, dwpe     (Vp, C) and (maxT, C) float32
-    dout           (B, T, C), float32 or bf16 bits
-    inp            (B, T) int32, and
+    dwte, dwpe     (Vp, C) and (maxT, C) float32, maxT >= T
+    dout           (B, T, C), float32 or bf16 bits; C a multiple of 4 (float32) or 8 (bf16)
+    inp            (B, T) int32, each less than Vp, and
     order, starts  token_runs(inp)
+
+    dwte, dwpe and dout start on a 16-byte boundary. Raises ValueError where sizes or addresses are
+    others; the tokens are not looked at.
     """
     B, T, C = dout.shape
     N = B * T
+    check_sizes("encoder_backward", dwte=(dwte, dwte.shape[0] * C), inp=(inp, N))
+    check_sizes("encoder_backward", order=(order, N), starts=(starts, N + 1))
+    check_room("encoder_backward", dwpe=(dwpe, T * C))
+    check_vectors("encoder_backward", C, dwte=dwte, dwpe=dwpe, dout=dout)
     long_blocks = min(LONG_BLOCKS, N // LONG_RUN)
     short_blocks = min(SHORT_BLOCKS, ceil_div(N, GROUPS))
     blocks = long_blocks * PARTS + short_blocks + ceil_div(T, GROUPS)

@@ -17,6 +17,7 @@ from numba import cuda, float32, int64, void
 from numbagpt.gpu.kernel import ceil_div, kernel
 from numbagpt.gpu.reduce import block_sum
 from numbagpt.gpu.vec import MAX_WIDTH, load, width
+from numbagpt.ops.arguments import check_room, check_sizes, check_vectors
 
 BLOCK = 256
 # Blocks in the first stage. Constant, so that the sum is the same on every GPU; 1024 blocks of 256
@@ -93,8 +94,13 @@ def global_norm(norm, grad_scale, grads, partials, max_norm: float) -> None:
     grads       flat float32, starting on a 16-byte boundary
     partials    float32 scratch, at least global_norm_partials(grads.size)
     max_norm    0 or less: no clipping
+
+    Raises ValueError where sizes or addresses are others.
     """
     count = global_norm_partials(grads.size)
+    check_sizes("global_norm", norm=(norm, 1), grad_scale=(grad_scale, 1))
+    check_room("global_norm", partials=(partials, count))
+    check_vectors("global_norm", 0, grads=grads)
     global_norm_partial_kernel[count, BLOCK](partials, grads, grads.size)
     global_norm_kernel[1, BLOCK](norm, grad_scale, partials, count, max_norm)
 

@@ -24,6 +24,7 @@ from numba import cuda, float32, int32, int64, uint16, void
 from numbagpt.gpu.kernel import Kernel, ceil_div, device_function, kernel
 from numbagpt.gpu.reduce import WARP_SIZE, warp_sum
 from numbagpt.gpu.vec import MAX_WIDTH, load, width
+from numbagpt.ops.arguments import check_sizes, check_vectors
 from numbagpt.ops.layernorm_backward import (
     layernorm_backward,
     layernorm_backward_reference,
@@ -164,9 +165,14 @@ def layernorm_forward(out, mean, rstd, inp, weight, bias) -> None:
     mean, rstd    (…,) float32
     weight, bias  (C,), stored as inp
 
-    Raises UserError where a row does not fit into registers: more than 4096 channels.
+    out, inp, weight and bias start on a 16-byte boundary. Raises ValueError where sizes or
+    addresses are others, or C is no multiple of 4 (float32) or 8 (bf16); UserError where a row does
+    not fit into registers: more than 4096 channels.
     """
     C = inp.shape[-1]
     N = inp.size // C
     check_channels(C)
+    check_sizes("layernorm_forward", out=(out, N * C), mean=(mean, N), rstd=(rstd, N))
+    check_sizes("layernorm_forward", weight=(weight, C), bias=(bias, C))
+    check_vectors("layernorm_forward", C, out=out, inp=inp, weight=weight, bias=bias)
     forward_kernel(C)[ceil_div(N, WARPS), WARPS * WARP_SIZE](out, mean, rstd, inp, weight, bias, N)

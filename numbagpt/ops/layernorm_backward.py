@@ -22,6 +22,7 @@ from numba import cuda, float32, int32, int64, uint16, void
 from numbagpt.gpu.kernel import Kernel, ceil_div, device_function, kernel
 from numbagpt.gpu.reduce import FULL_MASK, WARP_SIZE, warp_sum
 from numbagpt.gpu.vec import MAX_WIDTH, fetch, load, store, unpack, width
+from numbagpt.ops.arguments import check_room, check_sizes, check_vectors
 from numbagpt.ops.rows import GPT2_CHANNELS, check_channels
 
 # The multiprocessors of an H200. A constant, not asked of the GPU, so that the order of the
@@ -396,15 +397,25 @@ def layernorm_backward(
     dresidual_sum    (C,) float32 or None: += the column sums of the new dinp, before it is rounded
     accumulate       False: dinp is overwritten, and need not be zero before
 
-    Raises UserError where a row does not fit into registers: more than 4096 channels.
+    dinp, dout, inp, weight and scratch start on a 16-byte boundary. Raises ValueError where sizes
+    or addresses are others, or C is no multiple of 4 (float32) or 8 (bf16); UserError where a row
+    does not fit into registers: more than 4096 channels.
     """
     C = inp.shape[-1]
     N = inp.size // C
     blocks = _blocks(N, C)
     sums = 2 if dresidual_sum is None else 3
+    if dresidual_sum is None:
+        dresidual_sum = dbias  # for the kernel's signature; not used
+    name = "layernorm_backward"
+    check_sizes(name, dinp=(dinp, N * C), dout=(dout, N * C), mean=(mean, N), rstd=(rstd, N))
+    check_sizes(name, dweight=(dweight, C), dbias=(dbias, C), weight=(weight, C))
+    check_sizes(name, dresidual_sum=(dresidual_sum, C))
+    check_room(name, scratch=(scratch, layernorm_backward_scratch(N, C)))
+    check_vectors(name, C, dinp=dinp, dout=dout, inp=inp, weight=weight, scratch=scratch)
     backward_kernel(C, accumulate)[blocks, backward_shape(C)](
         dinp, scratch, dout, inp, weight, mean, rstd, N, sums
     )
     layernorm_sum_partials_kernel[ceil_div(sums * C, WARP_SIZE), SUM_THREADS](
-        dweight, dbias, dbias if sums == 2 else dresidual_sum, scratch, blocks, sums, C
+        dweight, dbias, dresidual_sum, scratch, blocks, sums, C
     )

@@ -16,6 +16,7 @@ import numpy as np
 
 from numbagpt.gpu import blas
 from numbagpt.gpu.kernel import ceil_div
+from numbagpt.ops.arguments import check_room, check_sizes, check_vectors
 from numbagpt.ops.column_sum import (
     THREADS,
     add_partials,
@@ -98,9 +99,15 @@ def matmul_backward_bias(dbias, dout, scratch) -> None:
     dbias    (OC,)       float32
     dout     (..., OC)   float32, OC divisible by 4, or bf16, OC divisible by 8
     scratch  float32, at least matmul_backward_bias_scratch(N, OC) values, overwritten
+
+    dout and scratch start on a 16-byte boundary. Raises ValueError where sizes or addresses are
+    others.
     """
     OC = dout.shape[-1]
     N = dout.size // OC
+    check_sizes("matmul_backward_bias", dbias=(dbias, OC))
+    check_room("matmul_backward_bias", scratch=(scratch, matmul_backward_bias_scratch(N, OC)))
+    check_vectors("matmul_backward_bias", OC, dout=dout, scratch=scratch)
     strips, chunks = chunk_grid(N, OC, dout.dtype.itemsize, BLOCKS)
     chunk_rows = ceil_div(N, chunks)
     column_sum_kernel[(strips, chunks), THREADS](scratch, dout, N, OC, chunk_rows, 0)

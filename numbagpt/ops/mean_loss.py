@@ -13,6 +13,7 @@ from numba import cuda, float32, int64, void
 from numbagpt.gpu.kernel import kernel
 from numbagpt.gpu.reduce import block_sum
 from numbagpt.gpu.vec import MAX_WIDTH, load, width
+from numbagpt.ops.arguments import check_sizes, check_vectors
 
 BLOCK = 1024
 
@@ -46,7 +47,12 @@ def mean_loss_kernel(out, losses, scale, N):
 
 
 def mean_loss(out, losses, scale: float) -> None:
-    """out (1,) float32 += scale * sum of losses (B, T) float32. Not finite if a loss is not."""
+    """out (1,) float32 += scale * sum of losses (B, T) float32. Not finite if a loss is not.
+
+    Raises ValueError unless out has one element and losses starts on a 16-byte boundary.
+    """
+    check_sizes("mean_loss", out=(out, 1))
+    check_vectors("mean_loss", 0, losses=losses)
     mean_loss_kernel[1, BLOCK](out, losses, scale, losses.size)
 
 

@@ -11,14 +11,18 @@ attention's output:
     unpermute   rows[b, t, p, h, i] = heads[p, b, h, t, i]
 
 Each value moves to one place, so its gradient moves back from there: the backward of either is the
-other.
+other. All arrays are float32: only materialized attention permutes, and it has no other precision.
+
+HS is any, C = NH * HS a multiple of 4, and all arrays start on a 16-byte boundary. The launchers
+raise ValueError where that is not so, or where one array has more elements than the other.
 """
 
 import numpy as np
-from numba import cuda, float32, int32, int64, uint16, void
+from numba import cuda, float32, int32, int64, void
 
 from numbagpt.gpu.kernel import ceil_div, device_function, kernel
 from numbagpt.gpu.vec import MAX_WIDTH, load, store, width
+from numbagpt.ops.arguments import check_sizes, check_vectors
 
 MAX_THREADS = 256
 
@@ -57,7 +61,6 @@ def heads_offset(row, c, T, NH, HS):
 
 @kernel(
     void(float32[::1], float32[::1], int32, int32, int32, int32),
-    void(uint16[::1], uint16[::1], int32, int32, int32, int32),
     max_threads=MAX_THREADS,
     min_blocks=8,
 )
@@ -66,7 +69,7 @@ def permute_kernel(heads, rows, P, T, NH, HS):
 
     Grid (B*T, blocks along C). A thread takes one vector of channels of one row, in each of the P
     tensors: reads are contiguous along the row, writes along the head. Reads and writes each value
-    once: 8 P B T C bytes (float32).
+    once: 8 P B T C bytes.
     """
     x = cuda.local.array(MAX_WIDTH, float32)
     C = NH * HS
@@ -90,7 +93,6 @@ def permute_kernel(heads, rows, P, T, NH, HS):
 
 @kernel(
     void(float32[::1], float32[::1], int32, int32, int32, int32),
-    void(uint16[::1], uint16[::1], int32, int32, int32, int32),
     max_threads=MAX_THREADS,
     min_blocks=8,
 )
@@ -118,9 +120,12 @@ def unpermute_kernel(rows, heads, P, T, NH, HS):
                     rows[target + p * C + k] = heads[source + p * BTC]
 
 
-def _launch(kernel, out, inp, P, heads):
+def _launch(operation, kernel, out, inp, P, heads):
     """Run one of the kernels; `heads` is whichever of out and inp ends in (B, NH, T, HS)."""
     B, NH, T, HS = heads.shape[-4:]
+    N = P * B * T * NH * HS
+    check_sizes(operation, out=(out, N), inp=(inp, N))
+    check_vectors(operation, NH * HS, out=out, inp=inp)
     vectors = ceil_div(NH * HS * heads.dtype.itemsize, 16)
     blocks = ceil_div(vectors, MAX_THREADS)
     threads = 32 * ceil_div(vectors, 32 * blocks)
@@ -130,22 +135,22 @@ def _launch(kernel, out, inp, P, heads):
 def permute(qkvr, inp) -> None:
     """Sort the output of the QKV matmul by head.
 
-    qkvr  (3, B, NH, T, HS)   written
-    inp   (B, T, 3C), of any shape with as many elements; HS is any, C = NH * HS divisible by 4
+    qkvr  (3, B, NH, T, HS)   float32, written
+    inp   (B, T, 3C)          float32, of any shape with as many elements
     """
-    _launch(permute_kernel, qkvr, inp, 3, heads=qkvr)
+    _launch("permute", permute_kernel, qkvr, inp, 3, heads=qkvr)
 
 
 def permute_backward(dinp, dqkvr) -> None:
-    """dinp (B, T, 3C) = the gradients dqkvr (3, B, NH, T, HS), back in the order of rows."""
-    _launch(unpermute_kernel, dinp, dqkvr, 3, heads=dqkvr)
+    """dinp (B, T, 3C) = the gradients dqkvr (3, B, NH, T, HS) in the order of rows, float32."""
+    _launch("permute_backward", unpermute_kernel, dinp, dqkvr, 3, heads=dqkvr)
 
 
 def unpermute(out, inp) -> None:
-    """out (B, T, C) = inp (B, NH, T, HS), the heads of a token side by side again."""
-    _launch(unpermute_kernel, out, inp, 1, heads=inp)
+    """out (B, T, C) = inp (B, NH, T, HS), the heads of a token side by side again, float32."""
+    _launch("unpermute", unpermute_kernel, out, inp, 1, heads=inp)
 
 
 def unpermute_backward(dinp, dout) -> None:
-    """dinp (B, NH, T, HS) = the gradient dout (B, T, C), sorted by head."""
-    _launch(permute_kernel, dinp, dout, 1, heads=dinp)
+    """dinp (B, NH, T, HS) = the gradient dout (B, T, C), sorted by head, float32."""
+    _launch("unpermute_backward", permute_kernel, dinp, dout, 1, heads=dinp)

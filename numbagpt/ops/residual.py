@@ -11,6 +11,7 @@ from numba import cuda, float32, int64, uint16, void
 
 from numbagpt.gpu.kernel import ceil_div, kernel
 from numbagpt.gpu.vec import MAX_WIDTH, load, store, width
+from numbagpt.ops.arguments import check_sizes, check_vectors
 
 BLOCK = 256
 
@@ -45,8 +46,13 @@ def residual_forward_kernel(out, inp1, inp2, N):
 def residual_forward(out, inp1, inp2) -> None:
     """out = inp1 + inp2.
 
-    out, inp1, inp2  one shape, float32 or bf16 bits; a multiple of 16 bytes each. out may be
-                     either of the others.
+    out, inp1, inp2  one shape, float32 or bf16 bits; a multiple of 16 bytes each, starting on such
+                     a boundary. out may be either of the others.
+
+    Raises ValueError where that is not so.
     """
-    vectors = out.size * out.dtype.itemsize // 16
-    residual_forward_kernel[ceil_div(vectors, BLOCK), BLOCK](out, inp1, inp2, out.size)
+    N = out.size
+    check_sizes("residual_forward", inp1=(inp1, N), inp2=(inp2, N))
+    check_vectors("residual_forward", N, out=out, inp1=inp1, inp2=inp2)
+    vectors = N * out.dtype.itemsize // 16
+    residual_forward_kernel[ceil_div(vectors, BLOCK), BLOCK](out, inp1, inp2, N)

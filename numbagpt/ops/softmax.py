@@ -27,6 +27,7 @@ from numbagpt.gpu.kernel import ceil_div, device_function, kernel
 from numbagpt.gpu.ptx import exp2
 from numbagpt.gpu.reduce import LOWEST, WARP_SIZE, warp_max, warp_sum
 from numbagpt.gpu.vec import MAX_WIDTH, load, store, width
+from numbagpt.ops.arguments import check_sizes, check_vectors
 from numbagpt.ops.rows import lane_of_warp
 
 LOG2_E = 1 / math.log(2)
@@ -241,7 +242,12 @@ def softmax_forward(att, preatt, scale) -> None:
     att     (B, NH, T, T)   written on and below the diagonal
     preatt  (B, NH, T, T)   scores, read on and below the diagonal
     scale   positive number that multiplies the scores
+
+    Both are float32 and start on a 16-byte boundary. Raises ValueError where sizes or addresses are
+    others.
     """
+    check_sizes("softmax_forward", preatt=(preatt, att.size))
+    check_vectors("softmax_forward", 0, att=att, preatt=preatt)
     T = att.shape[-1]
     rows = att.size // T
     grid = ceil_div(rows, WARPS)
@@ -254,7 +260,12 @@ def softmax_backward(dpreatt, datt, att, scale) -> None:
     dpreatt  (B, NH, T, T)   written on and below the diagonal; may be datt itself
     datt     (B, NH, T, T)   gradient of att
     att      (B, NH, T, T)   what softmax_forward wrote
+
+    All are float32 and start on a 16-byte boundary. Raises ValueError where sizes or addresses are
+    others.
     """
+    check_sizes("softmax_backward", dpreatt=(dpreatt, att.size), datt=(datt, att.size))
+    check_vectors("softmax_backward", 0, dpreatt=dpreatt, datt=datt, att=att)
     T = att.shape[-1]
     rows = att.size // T
     grid = ceil_div(rows, WARPS)

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from check import Place, poisoned
+from check import poisoned
 from numba import cuda, float32, int32, uint16, void
 
 from numbagpt.gpu.kernel import kernel
@@ -16,17 +16,7 @@ from numbagpt.gpu.mma import (
 )
 from numbagpt.gpu.vec import bf16_to_float32, float32_to_bf16
 
-PLACES = [
-    pytest.param(Place("sim"), id="sim"),
-    pytest.param(Place("cuda"), id="cuda", marks=pytest.mark.gpu),
-]
-
-
-@pytest.fixture(params=PLACES)
-def place(request):
-    if request.param.name == "cuda" and cuda.get_current_device().compute_capability < (8, 0):
-        pytest.skip("bf16 and TF32 came with compute capability 8.0")
-    return request.param
+pytestmark = pytest.mark.ampere
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from check import Place, poisoned
+from check import poisoned
 from numba import cuda, float32, int32, int64, uint16, void
 from numba.core.errors import TypingError
 
@@ -36,16 +36,6 @@ TILE = 2 * 8 * N  # two rows of 16 bytes for each thread
 PAIRS = 2 * N
 
 
-@pytest.fixture(
-    params=[
-        pytest.param(Place("sim"), id="sim"),
-        pytest.param(Place("cuda"), id="cuda", marks=pytest.mark.gpu),
-    ]
-)
-def place(request):
-    return request.param
-
-
 @kernel(void(float32[::1], float32[::1], float32[::1]), max_threads=N, minimum=(8, 0))
 def arithmetic_kernel(out, x, y):
     i = int32(cuda.threadIdx.x)
@@ -55,6 +45,7 @@ def arithmetic_kernel(out, x, y):
     out[3 * N + i] = maximum(x[i], y[i])
 
 
+@pytest.mark.ampere
 def test_arithmetic(place):
     generator = np.random.default_rng(0)
     x = generator.uniform(-20, 20, N).astype(np.float32)
@@ -76,6 +67,7 @@ def pack_kernel(words, x):
     words[N + i] = pack_bf16_in_order(x[2 * i], x[2 * i + 1])
 
 
+@pytest.mark.ampere
 def test_pack(place):
     x = np.random.default_rng(1).standard_normal(2 * N).astype(np.float32)
     x[:4] = 1 + 2.0**-9, 1 + 3 * 2.0**-9, -0.0, 2.0**-100  # the first two lie half way
@@ -94,7 +86,7 @@ def test_pack(place):
 def copy_kernel(out, pairs, inp, values, count):
     """Rows of 16 bytes: out[0] all of inp, out[1] the first `count`; values reversed in pairs."""
     tile = keep_address(cuda.shared.array(TILE, uint16, alignment=1024))
-    numbers = cuda.shared.array(PAIRS, float32)
+    numbers = cuda.shared.array(PAIRS, float32, alignment=8)
     words = cuda.local.array(4, int32)
     pair = cuda.local.array(2, float32)
     i = int32(cuda.threadIdx.x)
@@ -119,6 +111,7 @@ def copy_kernel(out, pairs, inp, values, count):
     store_words(out, 16 * N + 8 * i, words)
 
 
+@pytest.mark.ampere
 @pytest.mark.parametrize("count", [0, 37, N])
 def test_copies(place, count):
     generator = np.random.default_rng(2)
@@ -150,7 +143,7 @@ def test_look_up(place):
 
 @kernel(void(uint16[::1], uint16[::1], int64), max_threads=32, minimum=(8, 0))
 def one_copy_kernel(out, inp, at):
-    tile = cuda.shared.array(TILE, uint16)
+    tile = cuda.shared.array(TILE, uint16, alignment=16)
     copy_async(tile, 8 * cuda.threadIdx.x, inp, at)
     out[0] = tile[0]
 

@@ -388,6 +388,29 @@ def fma_kernel(out, a, b, c):
     out[0] = cuda.fma(a, b, c)
 
 
+@pytest.mark.parametrize("sign", [1, -1])
+def test_fma_rounds_a_sum_beside_a_tie_once(sign):
+    """(1 + 2^-12)^2 = 1 + 2^-11 + 2^-24 lies half way between two float32; c says which is nearer,
+    but is too small for float64 to tell.
+    """
+    a = np.float32(1 + 2.0**-12)
+    low, high = np.float32(1 + 2.0**-11), np.float32(1 + 2.0**-11 + 2.0**-23)
+    for c, expected in ((2.0**-80, high), (0.0, low), (-(2.0**-80), low)):
+        out = unwritten(1)
+        run(fma_kernel, 1, 1, out, np.float32(sign) * a, a, np.float32(sign * c))
+        assert out[0] == sign * expected
+
+
+def test_fma_of_infinities_and_overflow():
+    inf, huge = np.float32(np.inf), np.float32(3e38)
+    for a, b, c, expected in [(inf, 2, 1, inf), (huge, 2, 1, inf), (huge, -huge, inf, inf)]:
+        out = unwritten(1)
+        run(fma_kernel, 1, 1, out, *map(np.float32, (a, b, c)))
+        assert out[0] == expected
+    run(fma_kernel, 1, 1, out, inf, np.float32(1), -inf)
+    assert np.isnan(out[0])
+
+
 def test_fma_rounds_once():
     a, b, c = np.float32(1 + 2**-13), np.float32(1 - 2**-13), np.float32(-1)
     out = unwritten(1)

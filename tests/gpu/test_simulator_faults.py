@@ -213,9 +213,39 @@ def test_an_unknown_cuda_name_is_named():
     assert "cuda.nanosleep" in str(error_of(unknown_name_kernel, 1, 1, memory(1)))
 
 
-def test_a_launch_that_no_gpu_takes():
-    assert "1 to 1024 threads" in str(error_of(read_kernel, 1, 1025, memory(1), np.int64(0)))
-    assert "at least 1 block" in str(error_of(read_kernel, (0, 1), 32, memory(1), np.int64(0)))
+def count_kernel(out):
+    out[0] += 1
+
+
+@pytest.mark.parametrize(
+    ("grid", "block"),
+    [
+        (1, 0),
+        (1, 1025),
+        (1, (32, 33)),
+        (1, (1, 1, 65)),
+        ((0, 1), 32),
+        ((1, -1, -1), 32),
+        ((1, 65536), 1),
+        ((1, 1, 65536), 1),
+        (2**31, 1),
+    ],
+)
+def test_a_launch_that_no_gpu_takes(grid, block):
+    out = np.zeros(1, np.float32)
+    error = error_of(count_kernel, grid, block, out)
+    assert "expected 1 to (2147483647, 65535, 65535) blocks" in str(error)
+    assert "1 to (1024, 1024, 64) threads, 1024 at most in all" in str(error)
+    assert not out.any()
+
+
+@pytest.mark.parametrize(
+    ("grid", "block"), [(1, 1024), (2, (4, 4, 64)), ((1, 65535), 1), ((2, 3, 4), (5, 6))]
+)
+def test_a_launch_that_a_gpu_takes(grid, block):
+    out = np.zeros(1, np.float32)
+    run(count_kernel, grid, block, out)
+    assert out[0] == np.prod(grid) * np.prod(block)
 
 
 def nested_launch_kernel(out):
@@ -238,12 +268,83 @@ def test_a_view_off_the_vector_grid_is_misaligned() -> None:
     def first_vector(out, inp):
         out[0] = first_of_four(inp, 0)
 
-    def first_of_four(arr, i):
-        return checked_slice(arr, i, 4)[0]
-
-    register_meaning(first_of_four, first_of_four)
     buffer, out = np.arange(16, dtype=np.float32), np.zeros(1, np.float32)
     run_kernel(first_vector, 1, 1, 0, (out, buffer[4:]))
     assert out[0] == 4
     with pytest.raises(SimulatorError, match="misaligned"):
         run_kernel(first_vector, 1, 1, 0, (out, buffer[3:]))
+
+
+@intrinsic
+def first_of_four(typingctx, arr, i):
+    raise NotImplementedError("never compiled here")
+
+
+register_meaning(first_of_four, lambda arr, i: checked_slice(arr, i, 4)[0])
+
+
+def unaligned_kernel(out):
+    out[0] = first_of_four(cuda.shared.array(8, float32), 4)
+
+
+def unaligned_dynamic_kernel(out):
+    out[0] = first_of_four(cuda.shared.array(0, float32), 4)
+
+
+def too_little_aligned_kernel(out):
+    out[0] = first_of_four(cuda.shared.array(8, float32, 8), 4)
+
+
+def unaligned_part_kernel(out):
+    out[0] = first_of_four(cuda.shared.array(8, float32)[4:], 0)
+
+
+def unaligned_row_kernel(out):
+    out[0] = first_of_four(cuda.shared.array((2, 4), float32)[1], 0)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "name", "alignment"),
+    [
+        (unaligned_kernel, "shared array", 4),
+        (unaligned_dynamic_kernel, "dynamic shared array", 4),
+        (too_little_aligned_kernel, "shared array", 8),
+        (unaligned_part_kernel, "shared array", 4),
+        (unaligned_row_kernel, "shared array", 4),
+    ],
+)
+def test_shared_memory_is_as_aligned_as_it_was_asked_to_be(kernel, name, alignment):
+    with pytest.raises(SimulatorError, match="may be misaligned") as caught:
+        run_kernel(kernel, 1, 1, 32, (memory(1),))
+    assert f"{name} is aligned to {alignment} bytes" in str(caught.value)
+    assert "a vector of 4 elements needs alignment=16" in str(caught.value)
+
+
+def aligned_kernel(out):
+    static = cuda.shared.array(8, float32, alignment=16)
+    dynamic = cuda.shared.array(0, float32, 1024)
+    rows = cuda.shared.array((2, 4), float32, alignment=16)
+    local = cuda.local.array(8, float32)
+    for i in range(8):
+        static[i] = float32(i)
+        dynamic[i] = float32(10 + i)
+        rows[i // 4, i % 4] = float32(20 + i)
+        local[i] = float32(30 + i)
+    out[0] = first_of_four(static, 4)
+    out[1] = first_of_four(static[4:], 0)
+    out[2] = first_of_four(dynamic, 4)
+    out[3] = first_of_four(rows[1], 0)
+    out[4] = first_of_four(local, 4)
+
+
+def test_vectors_in_aligned_shared_memory():
+    out = memory(5)
+    run_kernel(aligned_kernel, 1, 1, 32, (out,))
+    np.testing.assert_array_equal(out, [4, 4, 14, 24, 34])
+
+
+def test_a_misaligned_vector_in_aligned_shared_memory():
+    def kernel(out):
+        out[0] = first_of_four(cuda.shared.array(8, float32, 1024), 2)
+
+    assert "shared array[2 : 6] is misaligned" in str(error_of(kernel, 1, 1, memory(1)))

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from check import Place, poisoned
+from check import poisoned
 from numba import cuda, float32, int32, uint16, void
 
 from numbagpt.gpu.kernel import Kernel, kernel
@@ -10,20 +10,7 @@ from numbagpt.gpu.ptx import fence_async_proxy, pack_bf16_in_order
 from numbagpt.gpu.vec import bf16_to_float32, float32_to_bf16
 from numbagpt.gpu.wgmma import wgmma_ab, wgmma_abt, wgmma_wait
 
-PLACES = [
-    pytest.param(Place("sim"), id="sim"),
-    pytest.param(Place("cuda"), id="cuda", marks=pytest.mark.gpu),
-]
-
-
-@pytest.fixture(params=PLACES)
-def place(request):
-    if request.param.name == "cuda" and tuple(cuda.get_current_device().compute_capability) != (
-        9,
-        0,
-    ):
-        pytest.skip("wgmma is on Hopper alone")
-    return request.param
+pytestmark = pytest.mark.hopper
 
 
 def make_product_kernel(N: int, K: int, HS: int) -> Kernel:

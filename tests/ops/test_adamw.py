@@ -52,7 +52,7 @@ def problem(rng, N, dtype):
     return params, gradients.astype(dtype)
 
 
-@pytest.mark.parametrize("with_copy", [False, True])
+@pytest.mark.parametrize("with_copy", [False, pytest.param(True, marks=pytest.mark.ampere)])
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 @pytest.mark.parametrize("N", SIZES)
 def test_five_steps(place, rng, N, weight_decay, with_copy):
@@ -142,6 +142,7 @@ def test_no_gradient(place):
         assert not v.any()
 
 
+@pytest.mark.ampere
 @pytest.mark.parametrize("N", [3, 37])
 def test_negative_scale_changes_nothing(place, rng, N):
     before = [rng.standard_normal(N).astype(np.float32) for _ in range(3)]

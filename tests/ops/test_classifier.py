@@ -92,6 +92,7 @@ def test_losses_and_gradient(place, rng, shape):
     np.testing.assert_array_equal(dlogits, again[1])
 
 
+@pytest.mark.ampere
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.usefixtures("small_block", "rows_kept")
 def test_bf16_logits(place, rng, shape):

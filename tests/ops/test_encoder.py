@@ -58,6 +58,7 @@ def test_forward(place: Place, shape: tuple) -> None:
     np.testing.assert_array_equal(out, wte[inp] + wpe[:T])
 
 
+@pytest.mark.ampere
 def test_forward_bf16(place: Place) -> None:
     inp = batch("mixed", 2, 5)
     wte, wpe = (float32_to_bf16(table) for table in random_tables(VOCABULARY, 40))
@@ -97,7 +98,7 @@ LENGTHS += [7, 7, 7, 6, 5, 4, 4, 3, 3, 3, 2, 2, 2, 2, 2] + 30 * [1]
 
 
 @pytest.mark.parametrize("blocks", [1, 64])
-@pytest.mark.parametrize("storage", [np.float32, np.uint16])
+@pytest.mark.parametrize("storage", [np.float32, pytest.param(np.uint16, marks=pytest.mark.ampere)])
 @pytest.mark.parametrize("dropped", [0, 5, 14, 36])
 def test_backward_of_runs_of_every_length(
     place: Place, monkeypatch: pytest.MonkeyPatch, dropped: int, storage: type, blocks: int
@@ -120,6 +121,7 @@ def test_backward_of_runs_of_every_length(
     assert relative_error(dwpe, expected_dwpe) <= 1e-6
 
 
+@pytest.mark.ampere
 @pytest.mark.parametrize("kind", ["equal", "distinct", "mixed"])
 @pytest.mark.parametrize("shape", [(1, 1, 8), (3, 25, 40), (2, 3, 768)])
 def test_backward_bf16(place: Place, shape: tuple, kind: str) -> None:

@@ -94,6 +94,7 @@ def test_negative_tail_keeps_relative_precision(place: Place) -> None:
     np.testing.assert_allclose(out, expected_forward(inp), rtol=1e-5)
 
 
+@pytest.mark.ampere
 @pytest.mark.parametrize("shape", BF16_SHAPES)
 def test_bf16(place: Place, shape: tuple) -> None:
     rng = np.random.default_rng(4)
@@ -114,7 +115,7 @@ def test_bf16(place: Place, shape: tuple) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("N", [4096, 16384 + 37])
-@pytest.mark.parametrize("storage", [np.float32, np.uint16])
+@pytest.mark.parametrize("storage", [np.float32, pytest.param(np.uint16, marks=pytest.mark.ampere)])
 def test_backward_at_full_size(storage: type, N: int) -> None:
     """Over its own dout, as the model has it; and the same bits again."""
     rng = np.random.default_rng(8)

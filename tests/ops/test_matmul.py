@@ -13,7 +13,14 @@ from numbagpt.ops.matmul import (
     matmul_backward_reference,
     matmul_forward,
     matmul_forward_reference,
+    matmul_gelu_forward,
+    matmul_gelu_forward_reference,
 )
+
+BF16 = pytest.param(np.uint16, marks=pytest.mark.ampere, id="bf16")
+FLOAT32 = pytest.param(np.float32, id="float32")
+# Relative error of a product that is rounded to its storage.
+TOLERANCE = {np.float32: 1e-5, np.uint16: 4e-3}
 
 # B, T, C, OC
 SHAPES = [(1, 1, 4, 4), (2, 37, 36, 108), (3, 5, 36, 144)]
@@ -28,6 +35,19 @@ def rng():
 
 def random(rng, *shape):
     return rng.standard_normal(shape).astype(np.float32)
+
+
+def as_stored(array, storage):
+    return float32_to_bf16(array) if storage is np.uint16 else array
+
+
+def values(array):
+    """In float64, of float32 or bf16."""
+    return (bf16_to_float32(array) if array.dtype == np.uint16 else array).astype(np.float64)
+
+
+def poisoned_as(storage, shape):
+    return as_stored(poisoned(shape), storage)
 
 
 @pytest.mark.parametrize("with_bias", [True, False], ids=["bias", "no bias"])
@@ -62,6 +82,7 @@ def test_forward_into_the_residual_stream(place, rng, shape, with_bias):
         assert relative_error(out, expected) <= 1e-5
 
 
+@pytest.mark.ampere
 @pytest.mark.parametrize("shape", [(1, 1, 8, 8), (2, 37, 40, 72)], ids=str)
 def test_bf16_forward_into_the_residual_stream(place, rng, shape):
     B, T, C, OC = shape
@@ -72,6 +93,36 @@ def test_bf16_forward_into_the_residual_stream(place, rng, shape):
     out = np.full((B, T, OC), 0x7FC0, np.uint16)  # NaN
     place.run(matmul_forward, out, *stored)
     assert relative_error(bf16_to_float32(out), expected) <= 4e-3
+
+
+def gelu(x):
+    return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+
+
+@pytest.mark.parametrize("storage", [FLOAT32, BF16])
+@pytest.mark.parametrize("shape", [(1, 1, 8, 8), (2, 37, 40, 144)], ids=str)
+def test_gelu_forward(place, rng, shape, storage):
+    """Both the sum and its GELU are kept."""
+    B, T, C, OC = shape
+    arrays = random(rng, B, T, C), random(rng, OC, C) / 3, random(rng, OC)
+    inp, weight, bias = (as_stored(a, storage) for a in arrays)
+    out, pre = poisoned_as(storage, (B, T, OC)), poisoned_as(storage, (B, T, OC))
+    place.run(matmul_gelu_forward, out, pre, inp, weight, bias)
+    expected = values(inp) @ values(weight).T + values(bias)
+    assert relative_error(values(pre), expected) <= TOLERANCE[storage]
+    assert relative_error(values(out), gelu(expected)) <= TOLERANCE[storage]
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(np.float32, 1e-6), (np.float64, 1e-14)])
+def test_gelu_forward_reference(rng, dtype, tolerance):
+    B, T, C, OC = 2, 3, 4, 5
+    inp, weight = rng.standard_normal((B, T, C)), rng.standard_normal((OC, C))
+    bias = rng.standard_normal(OC)
+    out, pre = poisoned((B, T, OC), dtype), poisoned((B, T, OC), dtype)
+    matmul_gelu_forward_reference(out, pre, *(a.astype(dtype) for a in (inp, weight, bias)))
+    expected = inp @ weight.T + bias
+    assert relative_error(pre, expected) <= tolerance
+    assert relative_error(out, gelu(expected)) <= tolerance
 
 
 @pytest.mark.parametrize("with_bias", [True, False], ids=["bias", "no bias"])
@@ -94,6 +145,32 @@ def test_backward(place, rng, shape, with_bias):
         assert relative_error(dbias, wide[1]) <= 1e-5
 
 
+@pytest.mark.parametrize("storage", [FLOAT32, BF16])
+@pytest.mark.parametrize("shape", [(1, 1, 8, 8), (2, 37, 40, 144)], ids=str)
+def test_backward_overwrites(place, rng, shape, storage):
+    """Without accumulate dweight is not read; dbias is added to all the same."""
+    B, T, C, OC = shape
+    arrays = random(rng, B, T, OC), random(rng, B, T, C), random(rng, OC, C)
+    dout, inp, weight = (as_stored(a, storage) for a in arrays)
+    dinp, dweight, dbias = poisoned_as(storage, (B, T, C)), poisoned((OC, C)), random(rng, OC)
+    expected_dbias = dbias + values(dout).sum(axis=(0, 1))
+    scratch = poisoned(matmul_backward_bias_scratch(B * T, OC))
+    arrays = (dinp, dweight, dbias, dout, inp, weight, scratch)
+    place.run(matmul_backward, *arrays, accumulate=False)
+    expected = values(dout).reshape(-1, OC).T @ values(inp).reshape(-1, C)
+    assert relative_error(dweight, expected) <= 1e-5
+    assert relative_error(values(dinp), values(dout) @ values(weight)) <= TOLERANCE[storage]
+    assert relative_error(dbias, expected_dbias) <= 1e-6
+
+
+def test_backward_reference_overwrites(rng):
+    dout, inp, weight = (rng.standard_normal(size) for size in ((2, 3, 5), (2, 3, 4), (5, 4)))
+    dinp, dweight = poisoned((2, 3, 4), np.float64), poisoned((5, 4), np.float64)
+    matmul_backward_reference(dinp, dweight, None, dout, inp, weight, None, accumulate=False)
+    np.testing.assert_allclose(dweight, np.einsum("bto,btc->oc", dout, inp), rtol=1e-12)
+    np.testing.assert_allclose(dinp, dout @ weight, rtol=1e-12)
+
+
 @pytest.mark.parametrize("shape", SUMS, ids=str)
 def test_backward_bias(place, rng, shape):
     N, OC = shape
@@ -104,6 +181,7 @@ def test_backward_bias(place, rng, shape):
     assert relative_error(dbias, expected) <= 1e-6
 
 
+@pytest.mark.ampere
 @pytest.mark.parametrize("shape", [(1, 8), (37, 40), (301, 264)], ids=str)
 def test_backward_bias_of_bf16(place, rng, shape):
     N, OC = shape

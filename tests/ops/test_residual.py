@@ -30,6 +30,7 @@ def test_adds_in_place(place: Place) -> None:
     np.testing.assert_array_equal(inp1, expected)
 
 
+@pytest.mark.ampere
 def test_adds_bf16(place: Place) -> None:
     rng = np.random.default_rng(3)
     inp1, inp2 = float32_to_bf16(rng.standard_normal((2, 3, 5, 40)))
