@@ -17,7 +17,7 @@ from numbagpt.gpu.vec import MAX_WIDTH, load, width
 BLOCK = 1024
 
 
-# No fastmath: a NaN among the losses has to come out as a NaN.
+# No fastmath, which promises nothing of NaN: one among the losses has to come out as a NaN.
 @kernel(void(float32[::1], float32[::1], float32, int64), max_threads=BLOCK, fastmath=False)
 def mean_loss_kernel(out, losses, scale, N):
     """out[0] += scale * sum of losses[:N].
