@@ -359,7 +359,8 @@ def layernorm_sum_partials_kernel(dweight, dbias, dresidual_sum, partials, block
 
 
 for channels in GPT2_CHANNELS:
-    backward_kernel(channels, True)
+    for accumulates in (True, False):
+        backward_kernel(channels, accumulates)
 
 
 def _blocks(N: int, C: int) -> int:
