@@ -100,7 +100,7 @@ def rows_of_turn(arr):
 
 
 @device_function
-def first_column(n, arr, LANES):
+def vector_column(n, arr, LANES):
     """First column of this lane's n-th vector of a row; it may lie beyond the row."""
     return int32((n * LANES + cuda.threadIdx.x) * width(arr))
 
@@ -110,7 +110,7 @@ def fetch_rows(words, arr, row, N, LANES, C):
     """words = this lane's vectors of the rows row, row + blocks, …; zeros beyond N and C."""
     for v in range(VECTORS):
         own = int32(row + v * width(arr) // COLUMNS * cuda.gridDim.x)
-        c = first_column(v % (COLUMNS // width(arr)), arr, LANES)
+        c = vector_column(v % (COLUMNS // width(arr)), arr, LANES)
         if own < N and c < C:
             fetch(words, 4 * v, arr, int64(own) * C + c)
         else:
@@ -138,7 +138,7 @@ def unpack_rows(x, words, arr):
 def keep_columns(shared, start, x, part, arr, LANES, C):
     """shared[start : start + C] = the lanes' values x, which lie as a row of arr does."""
     for n in range(COLUMNS // width(arr)):
-        c = first_column(n, arr, LANES)
+        c = vector_column(n, arr, LANES)
         if c < C:
             for v in range(0, width(arr), width(shared)):
                 for k in range(width(shared)):
@@ -209,7 +209,7 @@ def backward_kernel(C: int, accumulate: bool) -> Kernel:
             dbias[i] = float32(0)
             dresidual[i] = float32(0)
         for n in range(COLUMNS // width(inp)):
-            c = first_column(n, inp, LANES)
+            c = vector_column(n, inp, LANES)
             if c < C:
                 load(part, weight, c)
                 for k in range(width(inp)):
@@ -265,7 +265,7 @@ def backward_kernel(C: int, accumulate: bool) -> Kernel:
             for v in range(VECTORS):
                 r = v * width(inp) // COLUMNS
                 n = v % (COLUMNS // width(inp))
-                c = first_column(n, inp, LANES)
+                c = vector_column(n, inp, LANES)
                 own = int32(row + r * cuda.gridDim.x)
                 mean_dnorm = row_sums[2 * r] / float32(C)
                 mean_dnorm_norm = row_sums[2 * r + 1] / float32(C)
