@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 from numba import cuda, float32, int32, uint16, void
 
+from numbagpt.config import PRESETS
 from numbagpt.errors import UserError
 from numbagpt.gpu import offline
 from numbagpt.gpu.kernel import device_function, kernel
+from numbagpt.ops.rows import PRESET_CHANNELS
 
 KERNELS = [(k, signature) for k in offline.program_kernels() for signature in k.signatures]
 NAMES = [f"{k.__name__}-{offline.storage(signature)}" for k, signature in KERNELS]
@@ -55,6 +57,10 @@ def test_every_operation_is_there():
         "residual",
         "softmax",
     }
+
+
+def test_the_presets_sizes_are_there():
+    assert {config.channels for config in PRESETS.values()} == set(PRESET_CHANNELS)
 
 
 @pytest.mark.parametrize(

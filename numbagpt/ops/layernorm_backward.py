@@ -22,7 +22,7 @@ from numba import cuda, float32, int32, int64, uint16, void
 from numbagpt.gpu.kernel import Kernel, ceil_div, device_function, kernel
 from numbagpt.gpu.reduce import FULL_MASK, WARP_SIZE, warp_sum
 from numbagpt.gpu.vec import MAX_WIDTH, fetch, load, store, unpack, width
-from numbagpt.ops.rows import GPT2_CHANNELS, check_channels
+from numbagpt.ops.rows import PRESET_CHANNELS, check_channels
 
 # The multiprocessors of an H200. A constant, not asked of the GPU, so that the order of the
 # additions is the same on all of them.
@@ -358,7 +358,7 @@ def layernorm_sum_partials_kernel(dweight, dbias, dresidual_sum, partials, block
             dresidual_sum[own - 2 * C] = after
 
 
-for channels in GPT2_CHANNELS:
+for channels in PRESET_CHANNELS:
     for accumulates in (True, False):
         backward_kernel(channels, accumulates)
 
