@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from numbagpt.errors import UserError
+from numbagpt.errors import OutOfMemory, UserError
 
 # Operation → the module that holds it.
 OPERATIONS = {
@@ -157,7 +157,7 @@ class CudaDevice:
         try:
             array = cuda.device_array(n, dtype)
         except (CudaAPIError, MemoryError) as error:
-            raise UserError(
+            raise OutOfMemory(
                 f"the GPU refused {n * np.dtype(dtype).itemsize / 2**20:,.0f} MiB ({error}); other "
                 "programs may have taken its memory meanwhile (nvidia-smi lists them); end them, "
                 "or use a smaller --batch_size"

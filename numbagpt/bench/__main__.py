@@ -58,7 +58,8 @@ def main(argv: list[str] | None = None) -> int:
             print(line, flush=True)
     if options.what in ("all", "kernels"):
         blas.set_precision(precision)
-        storage = np.uint16 if precision == "bf16" else np.float32
-        for line in kernels.report(config, batch_sizes[-1], T, storage, options.only, peer):
+        shape = config, batch_sizes[-1], T, np.uint16 if precision == "bf16" else np.float32
+        theirs = kernels.pytorch_operations(*shape) if peer else {}
+        for line in kernels.report(kernels.select(*shape, options.only), theirs):
             print(line, flush=True)
     return 0
