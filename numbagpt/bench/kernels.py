@@ -12,13 +12,21 @@ from functools import partial
 from numbagpt.bench.cases import Case, cases
 from numbagpt.bench.timing import DOES_NOT_FIT, copy_bandwidth, measure, median_seconds
 from numbagpt.config import GPT2Config
+from numbagpt.errors import UserError
 
 ROW = "{:26} {:34} {:>12} {:>6} {:>7} {:>7} {:>8} {:>12}"
 
 
 def select(config: GPT2Config, B: int, T: int, storage: type, only: str) -> list[Case]:
-    """The operations whose name holds `only`."""
-    return [case for case in cases(config, B, T, storage) if only in case.name]
+    """The operations whose name holds `only`.
+
+    Raises UserError if there is none.
+    """
+    every = list(cases(config, B, T, storage))
+    if not (chosen := [case for case in every if only in case.name]):
+        names = ", ".join(case.name for case in every)
+        raise UserError(f"--only {only!r} is in no operation's name; expected a part of: {names}")
+    return chosen
 
 
 def report(chosen: list[Case], theirs: dict[str, Callable[[int], float | None]]) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""The benchmarks' tables, with times made up in place of measured ones."""
+"""The benchmarks' tables and flags, with times made up in place of measured ones."""
 
 import sys
 from types import ModuleType, SimpleNamespace
@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 from numba.cuda.cudadrv.driver import CudaAPIError
 
+from numbagpt.bench import __main__ as bench
 from numbagpt.bench import kernels, timing, train
 from numbagpt.config import PRESETS
 from numbagpt.errors import OutOfMemory, UserError
+from numbagpt.gpu import blas
 from numbagpt.gpu.recording import GraphError
 
 NANO = PRESETS["nano"]
@@ -117,3 +119,65 @@ def test_training_goes_on_where_a_batch_does_not_fit(monkeypatch, peer):
     peer.step_seconds = lambda *_: None
     _, *rows = train.report(NANO, [2], 64, "bf16", peer=True)
     assert rows[1] == "B=  2 PyTorch   does not fit"
+
+
+# --- flags ---
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--model", "d13"], "--model d13; expected one of nano, d12, "),
+        (["--batch_sizes", "4,x"], "--batch_sizes 4,x: 'x' is not a whole number from 1 to "),
+        (["--batch_sizes", ""], "--batch_sizes : '' is not a whole number from 1 to "),
+        (["--batch_sizes", "0"], "--batch_sizes 0: '0' is not a whole number from 1 to "),
+        (["kernels", "--only", "geluu"], "--only 'geluu' is in no operation's name; expected a "),
+        (["all", "--only", "geluu"], "--only 'geluu' is in no operation's name; expected a "),
+    ],
+)
+def test_wrong_values_are_refused_before_anything_is_measured(monkeypatch, capsys, flags, message):
+    monkeypatch.setattr(bench.runtime, "gpu_problem", lambda: None)
+    with pytest.raises(UserError) as error:
+        bench.main([*flags, "--precision", "bf16", "--peer", "0"])
+    assert str(error.value).startswith(message)
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["steps"], "'steps'"),
+        (["--sequence_length", "0"], "--sequence_length: '0' is not a whole number from 1 to "),
+        (["--precision", "fp8"], "--precision: invalid choice: 'fp8'"),
+        (["--recompute", "3"], "--recompute: '3' is not a whole number from 0 to 2"),
+    ],
+)
+def test_flags_out_of_range(capsys, flags, named):
+    with pytest.raises(SystemExit) as stop:
+        bench.main(flags)
+    assert stop.value.code == 2
+    assert named in capsys.readouterr().err
+
+
+def test_no_gpu(monkeypatch):
+    monkeypatch.setattr(bench.runtime, "gpu_problem", lambda: "no NVIDIA driver found")
+    with pytest.raises(UserError, match="the benchmarks need a GPU: no NVIDIA driver found"):
+        bench.main([])
+
+
+def test_what_is_selected_follows_the_flags(monkeypatch, capsys):
+    monkeypatch.setattr(bench.runtime, "gpu_problem", lambda: None)
+    monkeypatch.setattr(blas, "_precision", blas.precision())  # put back afterwards
+    shapes = {}
+
+    def report(chosen, theirs):
+        shapes.update((case.name, case.shape) for case in chosen)
+        return ["a line"]
+
+    monkeypatch.setattr(kernels, "report", report)
+    flags = ["kernels", "--precision", "tf32", "--peer", "0", "--model", "nano"]
+    assert bench.main([*flags, "--batch_sizes", "1,3", "--sequence_length", "32"]) == 0
+    assert capsys.readouterr().out == "a line\n"
+    assert shapes["layernorm_forward"] == "(3, 32, 128)"
+    assert "permute" in shapes  # materialized attention, which float32 has
+    assert blas.precision() == "tf32"
