@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
+from numbagpt import host_memory
 from numbagpt.errors import OutOfMemory, UserError
 
 # Operation → the module that holds it.
@@ -109,12 +110,7 @@ class HostDevice:
 
     def free_memory(self) -> int | None:
         """Bytes that can still be had, or None where that is not known."""
-        try:
-            with open("/proc/meminfo") as file:
-                fields = dict(line.split(":") for line in file)
-        except OSError:
-            return None
-        return int(fields["MemAvailable"].split()[0]) * 1024
+        return host_memory.free_memory()
 
 
 class CudaDevice:
