@@ -7,6 +7,7 @@ Whether the GPU has room for one more program shows only when a CUDA context is 
 """
 
 import atexit
+import contextlib
 import functools
 import hashlib
 import os
@@ -217,9 +218,10 @@ def _kernel_cache() -> Path:
         temporary = tempfile.mkdtemp(prefix="numbagpt-kernels-")
         atexit.register(shutil.rmtree, temporary, ignore_errors=True)
         return Path(temporary)
-    by_use = sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)
-    for old in by_use[_KEPT_KERNEL_CACHES:]:
-        shutil.rmtree(old, ignore_errors=True)
+    with contextlib.suppress(OSError):  # another process cleans up, and removes what was listed
+        by_use = sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)
+        for old in by_use[_KEPT_KERNEL_CACHES:]:
+            shutil.rmtree(old, ignore_errors=True)
     return cache
 
 

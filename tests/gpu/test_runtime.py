@@ -1,6 +1,7 @@
 """What is said about the machine, on machines of every kind, and where kernels are cached."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -314,6 +315,21 @@ def test_old_kernel_caches_are_removed(numba_config, tmp_path):
     current = runtime.configure.__wrapped__()
     left = {path.name for path in (tmp_path / "kernels").iterdir()}
     assert left == {current.name, *(f"old{age}" for age in range(5, 12))}
+
+
+def test_another_process_may_clean_up_too(numba_config, monkeypatch, tmp_path):
+    for name in ("gone", "kept"):
+        (tmp_path / "kernels" / name).mkdir(parents=True)
+    listed = Path.iterdir
+
+    def iterdir(folder):
+        paths = list(listed(folder))
+        shutil.rmtree(tmp_path / "kernels/gone", ignore_errors=True)
+        return paths
+
+    monkeypatch.setattr(Path, "iterdir", iterdir)
+    current = runtime.configure.__wrapped__()
+    assert {path.name for path in listed(tmp_path / "kernels")} == {current.name, "kept"}
 
 
 # --- on the GPU ---
