@@ -14,7 +14,8 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from numbagpt.errors import UserError
+from numbagpt import host_memory
+from numbagpt.errors import OutOfMemory, UserError
 
 # Operation → the module that holds it.
 OPERATIONS = {
@@ -109,12 +110,7 @@ class HostDevice:
 
     def free_memory(self) -> int | None:
         """Bytes that can still be had, or None where that is not known."""
-        try:
-            with open("/proc/meminfo") as file:
-                fields = dict(line.split(":") for line in file)
-        except OSError:
-            return None
-        return int(fields["MemAvailable"].split()[0]) * 1024
+        return host_memory.free_memory()
 
 
 class CudaDevice:
@@ -157,7 +153,7 @@ class CudaDevice:
         try:
             array = cuda.device_array(n, dtype)
         except (CudaAPIError, MemoryError) as error:
-            raise UserError(
+            raise OutOfMemory(
                 f"the GPU refused {n * np.dtype(dtype).itemsize / 2**20:,.0f} MiB ({error}); other "
                 "programs may have taken its memory meanwhile (nvidia-smi lists them); end them, "
                 "or use a smaller --batch_size"

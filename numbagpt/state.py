@@ -6,7 +6,7 @@ import numpy as np
 
 from numbagpt.config import GPT2Config
 from numbagpt.device import Device
-from numbagpt.errors import UserError
+from numbagpt.errors import OutOfMemory, UserError
 from numbagpt.gpu.vec import float32_to_bf16
 from numbagpt.memory import MIB, MemoryPlan
 from numbagpt.ops.encoder import token_runs
@@ -137,7 +137,7 @@ class ModelState:
             return
         fits = self.plan.largest_batch(free)
         advice = f"the largest batch size that fits is {fits}" if fits else "not even B=1 fits"
-        raise UserError(
+        raise OutOfMemory(
             f"B={self.B}, T={self.T} needs {self.plan.total / MIB:,.0f} MiB and "
             f"{free / MIB:,.0f} MiB are free: {advice}"
             + ("" if fits else "; shorten the sequence or choose a smaller model")

@@ -1,5 +1,6 @@
 """Every kernel compiles for every architecture, in float32 and in registers. Needs no GPU."""
 
+import math
 from collections import Counter
 from unittest import mock
 
@@ -7,9 +8,11 @@ import numpy as np
 import pytest
 from numba import cuda, float32, int32, uint16, void
 
+from numbagpt.config import PRESETS
 from numbagpt.errors import UserError
 from numbagpt.gpu import offline
-from numbagpt.gpu.kernel import kernel
+from numbagpt.gpu.kernel import device_function, kernel
+from numbagpt.ops.rows import PRESET_CHANNELS
 
 KERNELS = [(k, signature) for k in offline.program_kernels() for signature in k.signatures]
 NAMES = [f"{k.__name__}-{offline.storage(signature)}" for k, signature in KERNELS]
@@ -54,6 +57,10 @@ def test_every_operation_is_there():
         "residual",
         "softmax",
     }
+
+
+def test_the_presets_sizes_are_there():
+    assert {config.channels for config in PRESETS.values()} == set(PRESET_CHANNELS)
 
 
 @pytest.mark.parametrize(
@@ -118,6 +125,33 @@ def ptx_of(k):
 def test_float64_is_found():
     assert offline.float64_instructions(ptx_of(float64_kernel))
     assert not offline.float64_instructions(ptx_of(shared_kernel))
+
+
+@device_function
+def quotient_of_exponential(x, y):
+    return math.exp(x) / y if x == x else y
+
+
+@kernel(void(float32[::1]), max_threads=32)
+def body_kernel(out):
+    x, y = out[0], out[1]
+    out[2] = math.exp(x) / y if x == x else y
+
+
+@kernel(void(float32[::1]), max_threads=32)
+def device_function_kernel(out):
+    out[2] = quotient_of_exponential(out[0], out[1])
+
+
+def test_fastmath_stops_at_device_functions():
+    """What kernel() and device_function() say of it; NaN is told from numbers in both."""
+    body, function = ptx_of(body_kernel), ptx_of(device_function_kernel)
+    assert "div.approx.ftz.f32" in body
+    assert "div.full.ftz.f32" in function
+    assert body.count("fma.rn") == 0  # math.exp is a product and ex2.approx
+    assert function.count("fma.rn") >= 2  # the reduction of its argument
+    assert "setp.nan" in body or "setp.num" in body
+    assert "setp.nan" in function or "setp.num" in function
 
 
 def test_stack_is_found():

@@ -24,7 +24,7 @@ from numbagpt.state import ATTENTIONS, best_precision
 def main(argv: list[str] | None = None) -> int:
     """Print the tables; returns the exit status."""
     parser = cli.Parser(__doc__, prog="python -m numbagpt.bench")
-    number = cli.number(int, 1)
+    number = cli.number(int, 1, 1 << 20)
     parser.section("what is measured")
     parser.add_argument("what", nargs="?", choices=("all", "train", "kernels"), default="all")
     parser.text("--model", f"the shape: {', '.join(PRESETS)} (default: d12)", "d12")
@@ -51,6 +51,9 @@ def main(argv: list[str] | None = None) -> int:
     if precision == "auto":
         precision = best_precision(select_device("cuda")[0], config)
     peer = options.peer == 1 and importlib.util.find_spec("torch") is not None
+    shape = config, batch_sizes[-1], T, np.uint16 if precision == "bf16" else np.float32
+    if options.what in ("all", "kernels"):
+        chosen = kernels.select(*shape, options.only)  # refuses before minutes of training
     if options.what in ("all", "train"):
         attention = None if options.attention == "auto" else options.attention
         model = {"attention": attention, "recompute": options.recompute}
@@ -58,7 +61,7 @@ def main(argv: list[str] | None = None) -> int:
             print(line, flush=True)
     if options.what in ("all", "kernels"):
         blas.set_precision(precision)
-        storage = np.uint16 if precision == "bf16" else np.float32
-        for line in kernels.report(config, batch_sizes[-1], T, storage, options.only, peer):
+        theirs = kernels.pytorch_operations(*shape) if peer else {}
+        for line in kernels.report(chosen, theirs):
             print(line, flush=True)
     return 0

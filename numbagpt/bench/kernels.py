@@ -9,44 +9,62 @@ one both.
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from numbagpt.bench.cases import cases
-from numbagpt.bench.timing import copy_bandwidth, median_seconds
+from numbagpt.bench.cases import Case, cases
+from numbagpt.bench.timing import DOES_NOT_FIT, copy_bandwidth, measure, median_seconds
 from numbagpt.config import GPT2Config
+from numbagpt.errors import UserError
+
+ROW = "{:26} {:34} {:>12} {:>6} {:>7} {:>7} {:>8} {:>12}"
 
 
-def report(
-    config: GPT2Config, B: int, T: int, storage: type, only: str, peer: bool
-) -> Iterator[str]:
+def select(config: GPT2Config, B: int, T: int, storage: type, only: str) -> list[Case]:
+    """The operations whose name holds `only`.
+
+    Raises UserError if there is none.
+    """
+    every = list(cases(config, B, T, storage))
+    if not (chosen := [case for case in every if only in case.name]):
+        names = ", ".join(case.name for case in every)
+        raise UserError(f"--only {only!r} is in no operation's name; expected a part of: {names}")
+    return chosen
+
+
+def report(chosen: list[Case], theirs: dict[str, Callable[[int], float | None]]) -> Iterator[str]:
     """The table's lines, one as each operation is measured.
 
-    only   selects by part of the name
-    peer   adds PyTorch's time where it has the operation
+    chosen   what is measured
+    theirs   PyTorch's operations, for another column: see pytorch_operations
     """
-    peak = copy_bandwidth(8 << 28)
-    theirs = pytorch_operations(config, B, T, storage) if peer else {}
-    yield f"copy of 1 GiB: {peak / 1e9:.0f} GB/s"
-    yield (
-        f"{'operation':26} {'shape':34} {'µs':>9} {'GB/s':>6} {'of peak':>7} {'of copy':>7} "
-        f"{'TFLOP/s':>8} {'PyTorch':>9}"
-    )
-    for case in cases(config, B, T, storage):
-        if only not in case.name:
-            continue
-        seconds = median_seconds(case.make_call, case.nbytes)
-        rate = case.nbytes / seconds
-        if case.flops:
-            columns = f"{'':15} {case.flops / seconds / 1e12:8.1f}"
-        else:
-            same_size = copy_bandwidth(case.nbytes)
-            columns = f"{rate / peak:7.0%} {rate / same_size:7.0%} {'':8}"
+    peak = measure(partial(copy_bandwidth, 8 << 28))
+    yield f"copy of 1 GiB: {f'{peak / 1e9:.0f} GB/s' if peak else DOES_NOT_FIT}"
+    heads = "operation", "shape", "µs", "GB/s", "of peak", "of copy", "TFLOP/s", "PyTorch"
+    yield ROW.format(*heads)
+    for case in chosen:
+        peer = ""
+        ours = _measured(case, peak)
         if case.name in theirs:
-            columns += f" {theirs[case.name](case.nbytes) * 1e6:9.1f}"
-        yield f"{case.name:26} {case.shape:34} {seconds * 1e6:9.1f} {rate / 1e9:6.0f} {columns}"
+            seconds = theirs[case.name](case.nbytes)
+            peer = f"{seconds * 1e6:.1f}" if seconds else DOES_NOT_FIT
+        yield ROW.format(case.name, case.shape, *ours, peer).rstrip()
+
+
+def _measured(case: Case, peak: float | None) -> tuple[str, str, str, str, str]:
+    """The cells from µs to TFLOP/s."""
+    seconds = measure(partial(median_seconds, case.make_call, case.nbytes))
+    if seconds is None:
+        return DOES_NOT_FIT, "", "", "", ""
+    rate = case.nbytes / seconds
+    times = f"{seconds * 1e6:.1f}", f"{rate / 1e9:.0f}"
+    if case.flops:
+        return *times, "", "", f"{case.flops / seconds / 1e12:.1f}"
+    same_size = measure(partial(copy_bandwidth, case.nbytes))
+    of_peak, of_copy = (f"{rate / copy:.0%}" if copy else "" for copy in (peak, same_size))
+    return *times, of_peak, of_copy, ""
 
 
 def pytorch_operations(
     config: GPT2Config, B: int, T: int, storage: type
-) -> dict[str, Callable[[int], float]]:
+) -> dict[str, Callable[[int], float | None]]:
     """Name of an operation → function of the bytes of one call that measures PyTorch's seconds."""
     from numbagpt.bench import pytorch
 

@@ -5,6 +5,7 @@ clipping. Only the benchmarks need it, and only where PyTorch is installed.
 """
 
 import contextlib
+import functools
 from collections.abc import Callable
 from functools import partial
 
@@ -15,7 +16,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from numbagpt.bench.cases import ADAMW_PARAMETERS
-from numbagpt.bench.timing import STEPS, WARMUP, buffer_sets
+from numbagpt.bench.timing import STEPS, WARMUP, buffer_sets, measure
 from numbagpt.config import GPT2Config
 
 
@@ -59,10 +60,15 @@ class GPT2(nn.Module):
         return F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1))
 
 
-def step_seconds(config: GPT2Config, B: int, T: int, precision: str) -> tuple[float, float]:
-    """Median seconds of a training step and its peak memory in bytes."""
+def step_seconds(config: GPT2Config, B: int, T: int, precision: str) -> tuple[float, float] | None:
+    """Median seconds of a training step and its peak memory in bytes; None if it does not fit."""
+    found = measure(partial(_step_seconds, config, B, T, precision))
     torch._dynamo.reset()
-    torch.cuda.empty_cache()
+    torch.cuda.empty_cache()  # what PyTorch keeps for later is the next measurement's
+    return found
+
+
+def _step_seconds(config: GPT2Config, B: int, T: int, precision: str) -> tuple[float, float]:
     torch.cuda.reset_peak_memory_stats()
     torch.set_float32_matmul_precision("high" if precision != "fp32" else "highest")
     model = GPT2(config).cuda()
@@ -111,9 +117,16 @@ def _elapsed(function: Callable[[], object]) -> float:
     return start.elapsed_time(stop) * 1e-3
 
 
-def operation_seconds(make_call: Callable[[], Callable[[], object]], nbytes: int) -> float:
+def operation_seconds(make_call: Callable[[], Callable[[], object]], nbytes: int) -> float | None:
     """Median seconds of an operation, measured as bench.timing does: in a CUDA graph, over more
-    buffers than the L2 cache holds. make_call makes one set of buffers of `nbytes`."""
+    buffers than the L2 cache holds. make_call makes one set of buffers of `nbytes`; None if they do
+    not fit."""
+    found = measure(partial(_operation_seconds, make_call, nbytes))
+    torch.cuda.empty_cache()
+    return found
+
+
+def _operation_seconds(make_call: Callable[[], Callable[[], object]], nbytes: int) -> float:
     side = torch.cuda.Stream()
     # a backward pass runs on the stream of its forward pass, which must be the captured one
     with torch.cuda.stream(side):
@@ -133,7 +146,10 @@ def operations(config: GPT2Config, B: int, T: int, storage: type) -> dict[str, C
     """Name of one of our operations → make_call of PyTorch's own, where it has it."""
     C, NH, Vp, N = config.channels, config.num_heads, config.padded_vocab_size, B * T
     dtype = torch.bfloat16 if storage == np.uint16 else torch.float32
-    tokens = torch.randint(0, config.vocab_size, (B, T), device="cuda")
+
+    @functools.cache
+    def tokens() -> torch.Tensor:
+        return torch.randint(0, config.vocab_size, (B, T), device="cuda")
 
     def x(*shape: int, grad: bool = False) -> torch.Tensor:
         return torch.randn(*shape, device="cuda", dtype=dtype, requires_grad=grad)
@@ -155,7 +171,7 @@ def operations(config: GPT2Config, B: int, T: int, storage: type) -> dict[str, C
         return make_call
 
     def encoder(wte: torch.Tensor, wpe: torch.Tensor) -> torch.Tensor:
-        return F.embedding(tokens, wte) + wpe
+        return F.embedding(tokens(), wte) + wpe
 
     def split_heads(qkv: torch.Tensor) -> torch.Tensor:
         return qkv.view(B, T, 3, NH, C // NH).permute(2, 0, 3, 1, 4)
@@ -176,7 +192,7 @@ def operations(config: GPT2Config, B: int, T: int, storage: type) -> dict[str, C
         return F.layer_norm(x, (C,), weight, bias)
 
     def classifier() -> Callable[[], object]:
-        logits, targets = x(N, Vp, grad=True), tokens.view(-1)
+        logits, targets = x(N, Vp, grad=True), tokens().view(-1)
         return lambda: torch.autograd.grad(F.cross_entropy(logits, targets), logits)
 
     def adamw() -> Callable[[], object]:

@@ -7,12 +7,15 @@ kernel would find in cache what in training it has to fetch from memory.
 """
 
 import functools
+import gc
 from collections.abc import Callable
 from itertools import cycle, islice
+from typing import TypeVar
 
 import numpy as np
 from numba import cuda, float32, int64, void
 
+from numbagpt.errors import OutOfMemory
 from numbagpt.gpu import stream
 from numbagpt.gpu.autotune import elapsed_seconds
 from numbagpt.gpu.graph import capture
@@ -25,6 +28,35 @@ CACHE_BYTES = 256 << 20
 WARMUP, STEPS = 5, 15
 GRAPH_SECONDS = 2e-3
 REPLAYS = 11
+
+# In the place of a time that could not be measured.
+DOES_NOT_FIT = "does not fit"
+
+Result = TypeVar("Result")
+
+
+def measure(measurement: Callable[[], Result]) -> Result | None:
+    """What the measurement returns, or None where memory does not suffice for it.
+
+    What it took is free again for the next one.
+    """
+    try:
+        result = measurement()
+    except Exception as error:
+        if not _ran_out_of_memory(error):
+            raise
+        result = None
+    gc.collect()
+    # Numba gives arrays back some time after Python drops them, which PyTorch does not wait for.
+    cuda.current_context().memory_manager.deallocations.clear()
+    return result
+
+
+def _ran_out_of_memory(error: Exception) -> bool:
+    """Of CUDA's error, the exceptions of Numba, PyTorch and ourselves share no more than the name:
+    CUDA_ERROR_OUT_OF_MEMORY, CUDA out of memory."""
+    words = str(error).lower().replace("_", " ")
+    return isinstance(error, MemoryError | OutOfMemory) or "out of memory" in words
 
 
 def interval_seconds(step: Callable[[], None], warmup: int, count: int) -> float:

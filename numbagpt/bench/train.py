@@ -2,11 +2,12 @@
 
 import time
 from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 
 from numbagpt import metrics
-from numbagpt.bench.timing import STEPS, WARMUP, interval_seconds
+from numbagpt.bench.timing import DOES_NOT_FIT, STEPS, WARMUP, interval_seconds, measure
 from numbagpt.config import GPT2Config
 from numbagpt.device import select_device
 from numbagpt.gpt2 import GPT2
@@ -18,10 +19,9 @@ from numbagpt.training import Trainer
 
 def step_seconds(
     config: GPT2Config, B: int, T: int, precision: str, **options
-) -> tuple[float, float, GPT2]:
-    """Median GPU and host seconds of a step (forward, backward, clipping, AdamW), random tokens.
-
-    The host's are those its CPU worked to queue the step.
+) -> tuple[float, int, float]:
+    """Of a step (forward, backward, clipping, AdamW) on random tokens: median GPU seconds, bytes of
+    the model's buffers and median host seconds, those its CPU worked to queue the step.
 
     options: attention and recompute, as GPT2 takes them.
     """
@@ -41,7 +41,7 @@ def step_seconds(
 
     gpu = interval_seconds(step, WARMUP, STEPS)
     list(trainer.read())
-    return gpu, float(np.median(host_times[WARMUP:])), model
+    return gpu, model.plan.total, float(np.median(host_times[WARMUP:]))
 
 
 def report(
@@ -53,7 +53,11 @@ def report(
     peak = metrics.peak_flops(name, precision)
     flops = metrics.flops_per_token(num_parameters(config), config.num_layers, config.channels, T)
 
-    def line(what: str, B: int, seconds: float, nbytes: float) -> str:
+    def line(what: str, B: int, measured: tuple[float, ...] | None) -> str:
+        """measured: seconds, bytes, …"""
+        if measured is None:
+            return f"B={B:3d} {what:9} {DOES_NOT_FIT}"
+        seconds, nbytes, *_ = measured
         tokens = B * T / seconds
         mfu = metrics.format_mfu(tokens * flops, peak)
         return (
@@ -62,12 +66,11 @@ def report(
         )
 
     for B in batch_sizes:
-        seconds, host, model = step_seconds(config, B, T, precision, **options)
-        nbytes = model.plan.total
-        del model  # its memory is the peer's
-        yield line("numbagpt", B, seconds, nbytes) + f"  host {host * 1e3:.2f} ms"
+        ours = measure(partial(step_seconds, config, B, T, precision, **options))
+        yield line("numbagpt", B, ours) + (f"  host {ours[2] * 1e3:.2f} ms" if ours else "")
         if peer:
             from numbagpt.bench import pytorch
 
-            peer_seconds, nbytes = pytorch.step_seconds(config, B, T, precision)
-            yield line("PyTorch", B, peer_seconds, nbytes) + f"  {peer_seconds / seconds:.2f}x ours"
+            theirs = pytorch.step_seconds(config, B, T, precision)
+            ratio = f"  {theirs[0] / ours[0]:.2f}x ours" if ours and theirs else ""
+            yield line("PyTorch", B, theirs) + ratio

@@ -148,8 +148,9 @@ def instruction(
     """Make an instruction of the function that says what it means.
 
     ptx        its text, or a function from sizes to Ptx
-    volatile   it does more than compute its outputs from its inputs: it touches memory or other
-               threads, so it must neither be moved across its like nor left out
+    volatile   it does more than compute its outputs from its inputs: it touches other threads, or
+               memory that is written while the kernel runs, so it must neither be moved across its
+               like nor left out
     operands   kind of every operand in the text; `result=` where the instruction returns a number
     """
 

@@ -51,7 +51,10 @@ def stores_bf16(signature: Signature) -> bool:
 
 
 def device_function(function: Callable) -> Callable:
-    """Mark a function as callable from kernels; it is inlined where it is called."""
+    """Mark a function as callable from kernels; it is inlined where it is called.
+
+    Of the calling kernel's fastmath only a part reaches it, though: see `kernel`.
+    """
     return cuda.jit(device=True, forceinline=True)(function)
 
 
@@ -70,8 +73,11 @@ def kernel(
     max_threads  largest block it is launched with, and
     min_blocks   blocks that should fit on one multiprocessor together: both tell the compiler how
                  many registers a thread may take (CUDA's __launch_bounds__)
-    fastmath     approximate division and square root, denormals flushed to zero, no NaN and no
-                 infinity assumed
+    fastmath     division and square root are approximate, and denormals flushed to zero. In the
+                 kernel's own body, but not in the device functions it calls, `/` also takes its
+                 shortest form (div.approx in place of div.full) and math.exp, math.log and the
+                 like take the GPU's approximate instructions. What becomes of NaN and infinity is
+                 not promised, although numba-cuda 0.30 assumes nowhere that there are none
     minimum      compute capability that the kernel's instructions came with; 8.0 at the least for
                  a signature with bf16 arrays (uint16)
     exactly      the only compute capability that has them, for instructions such as wgmma that

@@ -23,7 +23,7 @@ from numbagpt.gpu.instruction import (
 from numbagpt.gpu.simulator import checked_slice, register_meaning
 from numbagpt.gpu.vec import float32_to_bf16
 
-# ---- arithmetic: one instruction each, with the last bit or two of the result uncertain ----------
+# ---- arithmetic: one instruction each; of all but `maximum` the last bit or two are uncertain ----
 
 
 @instruction("ex2.approx.ftz.f32 $result, $x;", result=F32, x=F32)
@@ -110,6 +110,9 @@ def look_up(source, offset):
 
     The compiler delays what `source[offset]` says until the value is needed, even out of one turn
     of a loop into the next. This load is begun where the kernel says so.
+
+    It is not volatile although it touches memory: what it reads does not change, so the result is a
+    function of the address, right wherever the compiler moves it, and two of one may become one.
     """
     return _words(source, offset, 1)[0]
 

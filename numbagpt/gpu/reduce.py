@@ -1,8 +1,8 @@
 """Sums and maxima over a warp or a block.
 
-A warp is 32 threads that run in lockstep. A butterfly of shuffles lets them add up their values in
-five steps with no memory at all: in step one each lane adds the value of the lane 16 away, then 8,
-4, 2, 1, and every lane ends with the total.
+A warp is 32 threads scheduled together; some may fall behind, so a shuffle waits for all that its
+mask names. A butterfly of shuffles adds up their values in five steps with no memory at all: first
+each lane adds the value of the lane 16 away, then 8, 4, 2, 1, and every lane ends with the total.
 
     lane     0    1    2    3   (a warp of four, to fit the page)
     value    a    b    c    d

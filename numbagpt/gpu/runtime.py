@@ -2,10 +2,12 @@
 
 `gpu_problem()` answers the one question the programs ask; `report()` is what `python -m numbagpt`
 prints and what a bug report needs; `configure()` sets Numba up before the first kernel is compiled.
-Nothing here makes a CUDA context, except `gpu_info()`, which has to ask it for the free memory.
+Whether the GPU has room for one more program shows only when a CUDA context is made, so
+`gpu_problem()` makes it, where all else is there.
 """
 
 import atexit
+import contextlib
 import functools
 import hashlib
 import os
@@ -110,6 +112,11 @@ def _find_problem() -> str | None:
             f"the NVIDIA driver supports CUDA {_dotted(driver_cuda)}, "
             f"older than the installed toolkit, CUDA {_dotted(toolkit)}; {fix}"
         )
+    if (status := _retain_context()) != "CUDA_SUCCESS":
+        return (
+            f"the GPU takes no further program ({status}): its memory is full, or another program "
+            "has it to itself; end other programs (nvidia-smi lists them)"
+        )
     return None
 
 
@@ -127,6 +134,12 @@ def _driver_cuda_version() -> tuple[int, int] | None:
 def _initialize() -> str:
     """Start the driver; the name of its status."""
     (status,) = driver.cuInit(0)
+    return status.name
+
+
+def _retain_context() -> str:
+    """Make the context that Numba will use, of the first visible GPU; the name of the status."""
+    status, _ = driver.cuDevicePrimaryCtxRetain(0)
     return status.name
 
 
@@ -205,9 +218,10 @@ def _kernel_cache() -> Path:
         temporary = tempfile.mkdtemp(prefix="numbagpt-kernels-")
         atexit.register(shutil.rmtree, temporary, ignore_errors=True)
         return Path(temporary)
-    by_use = sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)
-    for old in by_use[_KEPT_KERNEL_CACHES:]:
-        shutil.rmtree(old, ignore_errors=True)
+    with contextlib.suppress(OSError):  # another process cleans up, and removes what was listed
+        by_use = sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)
+        for old in by_use[_KEPT_KERNEL_CACHES:]:
+            shutil.rmtree(old, ignore_errors=True)
     return cache
 
 

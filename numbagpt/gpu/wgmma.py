@@ -76,6 +76,12 @@ class Tile(Address):
 TILE = Tile(I64, True)
 
 
+def _check_panels(columns: int) -> None:
+    """Raise ValueError for a tile that is not whole panels, when compiling and when simulating."""
+    if columns % PANEL:
+        raise ValueError(f"wgmma of a tile of {columns} columns; expected a multiple of {PANEL}")
+
+
 def _product(columns: int, lines: list[str]) -> str:
     """Products of 64 x `columns` as one block of PTX: everything between a fence and a commit."""
     shape = f"wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.bf16.bf16"
@@ -90,6 +96,7 @@ def _descriptor(register: str, tile: str, step: int, panel_distance: int = 0) ->
 
 
 def _abt(rows: int, depth: int) -> Ptx:
+    _check_panels(depth)
     lines = []
     for k in range(depth // DEPTH):
         panel, within = divmod(k * DEPTH, PANEL)
@@ -104,7 +111,8 @@ def _abt(rows: int, depth: int) -> Ptx:
 def wgmma_abt(acc, a, a_offset, b, b_offset, rows, depth):
     """Start acc = A B^T, both in shared memory: A 64 x depth, B rows x depth, bf16.
 
-    acc is float32, rows / 2 registers. rows: a multiple of 8; depth: of 16.
+    acc is float32, rows / 2 registers. rows: a multiple of 8, at most 256; depth: a multiple of 64,
+    for the tiles are whole panels.
     """
     warp = here.lane.number // 32 % 4
 
@@ -116,6 +124,7 @@ def wgmma_abt(acc, a, a_offset, b, b_offset, rows, depth):
 
 
 def _ab(depth: int, columns: int) -> Ptx:
+    _check_panels(columns)
     lines = []
     for k in range(depth // DEPTH):
         lines.append(_descriptor("b", "$b", k * DEPTH * LINE, depth * LINE))
@@ -130,7 +139,7 @@ def wgmma_ab(acc, left, b, b_offset, depth, columns):
     """Start acc += A B: A 64 x depth in registers, B depth x columns in shared memory, bf16.
 
     acc is float32, columns / 2 registers; left, depth / 4 words of two bf16, is a fragment packed
-    as by flash_tile.pack_rows. depth: a multiple of 16; columns: 64, or several panels of 64.
+    as by flash_tile.pack_rows. depth: a multiple of 16; columns: of 64, at most 256.
     """
 
     def complete(operands):
@@ -154,6 +163,7 @@ def wgmma_wait(acc, n, pending):
 
 def _matrix(array, offset, rows, columns):
     """The rows x columns matrix in a swizzled tile, as float32."""
+    _check_panels(columns)
     stored = checked_slice(array, offset, rows * columns, align=1024 // array.dtype.itemsize)
     panels = stored.reshape(columns // PANEL, rows, LINE, 8)
     r = np.arange(rows)[:, None]

@@ -55,8 +55,9 @@ def _signature(storage):
 def exp(x):
     """exp(x) for x <= 0 by a product and the GPU's instruction for powers of two.
 
-    Relative error below (3 - x) 1e-7. math.exp is right to the last bit and takes nine
-    instructions: with two exp per logit, the arithmetic would take longer than the memory.
+    Relative error below (3 - x) 1e-7. math.exp, right to the last bit or two, takes eight
+    instructions in a device function, which fastmath does not reach: with two exp per logit, the
+    arithmetic would take longer than the memory.
     """
     return exp2(x * LOG2_E)
 
@@ -74,6 +75,9 @@ def row_statistics(values, start, V, Vp):
     Thread t takes vectors t, t + blockDim.x, … of the row, here and in write_gradient; what the
     threads tell each other is the maximum and the sum. The third of the results is where the
     thread's next vector would be, behind the row.
+
+    A NaN among the logits makes the sum, and so the loss, NaN: the maximum passes over it. In the
+    body of a kernel, which fastmath reaches in full, that would not be certain.
     """
     shared_max = cuda.shared.array(32, float32)
     shared_sum = cuda.shared.array(32, float32)

@@ -82,8 +82,8 @@ def column_sum_kernel(out, inp, N, OC, chunk_rows, accumulate):
 def chunk_grid(N: int, OC: int, itemsize: int, blocks: int) -> tuple[int, int]:
     """Into how many strips of columns and chunks of rows N rows of OC values are cut.
 
-    That makes at most `blocks` in all, where the strips alone are not more, and gives each warp
-    four rows at the least.
+    That makes at most `blocks` in all, where the strips alone are not more, and one chunk at most
+    for every 4 WARPS rows, begun or whole: a warp has four rows or more, fewer where N is small.
     """
     strips = ceil_div(OC * itemsize, WARP_SIZE * 16)
     return strips, max(1, min(blocks // strips, ceil_div(N, 4 * WARPS)))

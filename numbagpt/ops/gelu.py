@@ -16,7 +16,7 @@ reciprocal, each a single instruction of the GPU's special function units, and s
 precision where tanh u is close to -1 and 1 + tanh u would cancel. The GPU does have a tanh
 instruction, but of 11 bits only. Its exponential is to base 2, so log2(e) is multiplied into the
 constants beforehand: in bf16, with 4 bytes to move for a value, every instruction counts, and
-math.exp takes seven more than exp2.
+math.exp, in a device function, which fastmath does not reach, takes seven more than exp2.
 
 The backward pass adds up its result's columns on the way: the matrix before the GELU has a bias,
 whose gradient they are, and to sum them later means to read that result, the widest of a layer's

@@ -35,7 +35,8 @@ def global_norm_partials(N: int) -> int:
     return max(1, min(MAX_PARTIALS, ceil_div(N, BLOCK * 4)))
 
 
-# No fastmath in both kernels: NaN and infinity have to arrive, and to be told from numbers.
+# No fastmath in both kernels, since it promises nothing of NaN and infinity: they have to arrive,
+# and to be told from numbers.
 @kernel(void(float32[::1], float32[::1], int64), max_threads=BLOCK, min_blocks=8, fastmath=False)
 def global_norm_partial_kernel(partials, grads, N):
     """partials[block] = sum of the squares of the block's share of grads.

@@ -31,7 +31,7 @@ from numbagpt.ops.layernorm_backward import (
     layernorm_backward_scratch,
 )
 from numbagpt.ops.rows import (
-    GPT2_CHANNELS,
+    PRESET_CHANNELS,
     check_channels,
     lane_of_warp,
     load_row,
@@ -154,7 +154,7 @@ def forward_kernel(C: int) -> Kernel:
     return layernorm_forward_kernel
 
 
-for channels in GPT2_CHANNELS:
+for channels in PRESET_CHANNELS:
     forward_kernel(channels)
 
 

@@ -23,7 +23,7 @@ from numbagpt.gpu.kernel import Kernel, ceil_div, device_function, kernel
 from numbagpt.gpu.reduce import FULL_MASK, WARP_SIZE, warp_sum
 from numbagpt.gpu.vec import MAX_WIDTH, fetch, load, store, unpack, width
 from numbagpt.ops.arguments import check_room, check_sizes, check_vectors
-from numbagpt.ops.rows import GPT2_CHANNELS, check_channels
+from numbagpt.ops.rows import PRESET_CHANNELS, check_channels
 
 # The multiprocessors of an H200. A constant, not asked of the GPU, so that the order of the
 # additions is the same on all of them.
@@ -101,7 +101,7 @@ def rows_of_turn(arr):
 
 
 @device_function
-def first_column(n, arr, LANES):
+def vector_column(n, arr, LANES):
     """First column of this lane's n-th vector of a row; it may lie beyond the row."""
     return int32((n * LANES + cuda.threadIdx.x) * width(arr))
 
@@ -111,7 +111,7 @@ def fetch_rows(words, arr, row, N, LANES, C):
     """words = this lane's vectors of the rows row, row + blocks, …; zeros beyond N and C."""
     for v in range(VECTORS):
         own = int32(row + v * width(arr) // COLUMNS * cuda.gridDim.x)
-        c = first_column(v % (COLUMNS // width(arr)), arr, LANES)
+        c = vector_column(v % (COLUMNS // width(arr)), arr, LANES)
         if own < N and c < C:
             fetch(words, 4 * v, arr, int64(own) * C + c)
         else:
@@ -139,7 +139,7 @@ def unpack_rows(x, words, arr):
 def keep_columns(shared, start, x, part, arr, LANES, C):
     """shared[start : start + C] = the lanes' values x, which lie as a row of arr does."""
     for n in range(COLUMNS // width(arr)):
-        c = first_column(n, arr, LANES)
+        c = vector_column(n, arr, LANES)
         if c < C:
             for v in range(0, width(arr), width(shared)):
                 for k in range(width(shared)):
@@ -210,7 +210,7 @@ def backward_kernel(C: int, accumulate: bool) -> Kernel:
             dbias[i] = float32(0)
             dresidual[i] = float32(0)
         for n in range(COLUMNS // width(inp)):
-            c = first_column(n, inp, LANES)
+            c = vector_column(n, inp, LANES)
             if c < C:
                 load(part, weight, c)
                 for k in range(width(inp)):
@@ -266,7 +266,7 @@ def backward_kernel(C: int, accumulate: bool) -> Kernel:
             for v in range(VECTORS):
                 r = v * width(inp) // COLUMNS
                 n = v % (COLUMNS // width(inp))
-                c = first_column(n, inp, LANES)
+                c = vector_column(n, inp, LANES)
                 own = int32(row + r * cuda.gridDim.x)
                 mean_dnorm = row_sums[2 * r] / float32(C)
                 mean_dnorm_norm = row_sums[2 * r + 1] / float32(C)
@@ -359,8 +359,9 @@ def layernorm_sum_partials_kernel(dweight, dbias, dresidual_sum, partials, block
             dresidual_sum[own - 2 * C] = after
 
 
-for channels in GPT2_CHANNELS:
-    backward_kernel(channels, True)
+for channels in PRESET_CHANNELS:
+    for accumulates in (True, False):
+        backward_kernel(channels, accumulates)
 
 
 def _blocks(N: int, C: int) -> int:

@@ -18,7 +18,7 @@ from numbagpt.ops.arguments import check_sizes, check_vectors
 BLOCK = 1024
 
 
-# No fastmath: a NaN among the losses has to come out as a NaN.
+# No fastmath, which promises nothing of NaN: one among the losses has to come out as a NaN.
 @kernel(void(float32[::1], float32[::1], float32, int64), max_threads=BLOCK, fastmath=False)
 def mean_loss_kernel(out, losses, scale, N):
     """out[0] += scale * sum of losses[:N].

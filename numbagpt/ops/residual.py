@@ -4,6 +4,9 @@
 
 Its backward pass needs no kernel: the gradient of a sum flows unchanged into both summands. Along
 the residual stream one of them is the stream's own gradient, which the layernorm backward adds to.
+
+The model does not call this operation, the simplest there is: its matmul_forward (matmul.py) adds
+the residual while the projection is still in registers.
 """
 
 import numpy as np

@@ -18,19 +18,21 @@ from numbagpt.gpu.kernel import ceil_div, device_function
 from numbagpt.gpu.reduce import WARP_SIZE
 from numbagpt.gpu.vec import MAX_WIDTH, load, store, width
 
-# A warp with this many channels has 128 of each lane's 255 registers full.
+# The backward pass has 16 warps for a row of this size: 512 threads, whose 128 registers each are
+# all that a multiprocessor has, and column sums that fill 48 KB of shared memory. In the forward
+# pass a row of so many values takes 128 of the 255 registers that a lane may have.
 MAX_CHANNELS = 4096
-# GPT-2's sizes. Their kernels are there from the start, for the offline checks to find; they are
-# compiled, as all are, when they are first launched.
-GPT2_CHANNELS = (128, 768, 1024, 1280, 1600)
+# The presets' sizes, nano's and GPT-2's. Their kernels are there from the start, for the offline
+# checks to find; they are compiled, as all are, when they are first launched.
+PRESET_CHANNELS = (128, 768, 1024, 1280, 1600)
 
 
 def check_channels(C: int) -> None:
-    """Raise UserError where a row of C channels does not fit into the registers of a warp."""
+    """Raise UserError where a row of C channels is too long for the layernorm's kernels."""
     if C > MAX_CHANNELS:
         raise UserError(
-            f"layernorm of {C} channels; expected at most {MAX_CHANNELS}, what fits into a warp's "
-            "registers; choose a model with fewer channels"
+            f"layernorm of {C} channels; expected at most {MAX_CHANNELS}, what a multiprocessor's "
+            "registers suffice for; choose a model with fewer channels"
         )
 
 

@@ -1,6 +1,7 @@
 """What is said about the machine, on machines of every kind, and where kernels are cached."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from cuda.bindings import driver
 from numba.core import config
 
 from numbagpt import cache
+from numbagpt.device import select_device
 from numbagpt.errors import UserError
 from numbagpt.gpu import runtime
 
@@ -31,6 +33,7 @@ def machine(monkeypatch):
         compute_capability=(9, 0),
         missing_library=None,
         toolkit_version=(13, 1),
+        retain_context="CUDA_SUCCESS",
     )
     monkeypatch.setattr(config, "DISABLE_CUDA", 0)
     monkeypatch.setattr(config, "ENABLE_CUDASIM", 0)
@@ -78,6 +81,11 @@ def machine(monkeypatch):
             {"missing_library": "cuBLAS is missing", "driver_cuda_version": (12, 8)},
             "cuBLAS is missing; pip install 'numbagpt[cu12]'",
         ),
+        (
+            {"retain_context": "CUDA_ERROR_OUT_OF_MEMORY"},
+            "the GPU takes no further program (CUDA_ERROR_OUT_OF_MEMORY): its memory is full, or "
+            "another program has it to itself; end other programs (nvidia-smi lists them)",
+        ),
     ],
 )
 def test_problem_and_fix_are_named(machine, answers, expected):
@@ -97,13 +105,36 @@ def test_cuda_switched_off_by_numba(machine, monkeypatch, name):
     assert f"NUMBA_{name}" in runtime._find_problem()
 
 
-def test_no_driver_means_nothing_is_started(machine, monkeypatch):
-    def must_not_run():
-        raise AssertionError("CUDA was initialized")
+def must_not_run():
+    raise AssertionError("CUDA was started")
 
+
+def test_no_driver_means_nothing_is_started(machine, monkeypatch):
     machine.has(driver_cuda_version=None)
     monkeypatch.setattr(runtime, "_initialize", must_not_run)
     assert "no NVIDIA driver" in runtime._find_problem()
+
+
+def test_no_context_is_made_on_a_machine_that_lacks_something(machine, monkeypatch):
+    machine.has(missing_library="cuBLAS is missing")
+    monkeypatch.setattr(runtime, "_retain_context", must_not_run)
+    assert "cuBLAS is missing" in runtime._find_problem()
+
+
+def test_a_gpu_that_is_taken(machine, monkeypatch):
+    machine.has(retain_context="CUDA_ERROR_DEVICE_UNAVAILABLE")
+    monkeypatch.setattr(runtime, "gpu_problem", runtime._find_problem)
+    device, problem = select_device("auto")
+    assert device.name == "cpu"
+    assert problem.startswith("the GPU takes no further program (CUDA_ERROR_DEVICE_UNAVAILABLE)")
+    with pytest.raises(UserError, match="--device cuda: the GPU takes no further program"):
+        select_device("cuda")
+
+
+def test_status_of_the_context(monkeypatch):
+    status = driver.CUresult.CUDA_ERROR_DEVICE_UNAVAILABLE
+    monkeypatch.setattr(driver, "cuDevicePrimaryCtxRetain", lambda gpu: (status, None))
+    assert runtime._retain_context() == "CUDA_ERROR_DEVICE_UNAVAILABLE"
 
 
 @pytest.mark.parametrize(
@@ -284,6 +315,21 @@ def test_old_kernel_caches_are_removed(numba_config, tmp_path):
     current = runtime.configure.__wrapped__()
     left = {path.name for path in (tmp_path / "kernels").iterdir()}
     assert left == {current.name, *(f"old{age}" for age in range(5, 12))}
+
+
+def test_another_process_may_clean_up_too(numba_config, monkeypatch, tmp_path):
+    for name in ("gone", "kept"):
+        (tmp_path / "kernels" / name).mkdir(parents=True)
+    listed = Path.iterdir
+
+    def iterdir(folder):
+        paths = list(listed(folder))
+        shutil.rmtree(tmp_path / "kernels/gone", ignore_errors=True)
+        return paths
+
+    monkeypatch.setattr(Path, "iterdir", iterdir)
+    current = runtime.configure.__wrapped__()
+    assert {path.name for path in listed(tmp_path / "kernels")} == {current.name, "kept"}
 
 
 # --- on the GPU ---

@@ -5,8 +5,10 @@ import pytest
 from check import poisoned
 from numba import cuda, float32, int32, uint16, void
 
+from numbagpt.gpu import offline
 from numbagpt.gpu.kernel import Kernel, kernel
 from numbagpt.gpu.ptx import fence_async_proxy, pack_bf16_in_order
+from numbagpt.gpu.simulator import SimulatorError
 from numbagpt.gpu.vec import bf16_to_float32, float32_to_bf16
 from numbagpt.gpu.wgmma import wgmma_ab, wgmma_abt, wgmma_wait
 
@@ -87,3 +89,16 @@ def test_products(place, shape):
     rounded = bf16_to_float32(float32_to_bf16(scores)).astype(np.float64)
     initial = gathered(np.tile(np.arange(HS // 2, dtype=np.float32), (128, 1)))
     np.testing.assert_allclose(gathered(out), initial + rounded @ d, atol=2e-3)
+
+
+@pytest.mark.parametrize("shape", [(64, 32, 64), (64, 64, 32)], ids=str)
+def test_tiles_are_whole_panels(shape):
+    N, K, HS = shape
+    k = make_product_kernel(*shape)
+    scores, out = poisoned((128, N // 2)), poisoned((128, HS // 2))
+    tiles = np.zeros(64 * K + N * K + N * HS, np.uint16)
+    message = "a tile of 32 columns; expected a multiple of 64"
+    with pytest.raises(SimulatorError, match=message):
+        k[1, 128, 2 * tiles.size](scores, out, tiles)
+    with pytest.raises(ValueError, match=message):
+        offline.compile_ptx(k, k.signatures[0], (9, 0))
