@@ -15,6 +15,7 @@ from typing import BinaryIO
 
 import numpy as np
 
+from numbagpt.config import VOCAB_SIZE
 from numbagpt.errors import UserError
 from numbagpt.files import atomic_write, file_size, read_bytes
 
@@ -119,7 +120,7 @@ def _what_it_is(path: str | os.PathLike, magic: int) -> str:
     for stored, maker in (("int32", "llm.c's first versions"), ("uint16", "nanoGPT")):
         ids = np.frombuffer(start[: len(start) // 4 * 4], np.dtype(stored).newbyteorder("<"))
         # Id 0 is "!": text is not full of it, foreign headers are.
-        if 0 <= ids.min() <= ids.max() < 50257 and 2 * np.count_nonzero(ids) > ids.size:
+        if 0 <= ids.min() <= ids.max() < VOCAB_SIZE and 2 * np.count_nonzero(ids) > ids.size:
             return (
                 f"it looks like bare {stored} tokens without a header, as {maker} wrote them; add "
                 f"one: numbagpt.shards.write_shard(NEW, numpy.fromfile({str(path)!r}, {stored!r}))"

@@ -75,6 +75,7 @@ BAD_FILES = {
     "text": ("Ünïcödé prose, ".encode() * 200, r"it is text; .*numbagpt\.data .*bad\.bin --output"),
     "bare int32": (TOKENS.astype("<i4").tobytes(), r"bare int32 tokens.*first.*'int32'\)\)"),
     "bare uint16": (TOKENS.astype("<u2").tobytes(), r"bare uint16 tokens.*nanoGPT.*'uint16'\)\)"),
+    "too large for bare int32": (np.array([50257, *range(900)], "<i4").tobytes(), "with 50257;"),
     "noise": (np.random.default_rng(0).bytes(5000), "starts with -?[0-9]+; expected magic"),
     "version": (header(MAGIC, 2, 2) + b"abcd", "version 2; expected version 1; make"),
     "half a header": (header(MAGIC, 1, 2)[:500], "inside its header, at byte 500 of 1024"),
