@@ -18,24 +18,19 @@ import numpy as np
 from numbagpt.config import VOCAB_SIZE
 from numbagpt.errors import UserError
 from numbagpt.files import atomic_write, file_size, read_bytes
+from numbagpt.magics import FILE_OF_MAGIC, SHARD_MAGIC
 
-MAGIC = 20240520
 VERSION = 1
 HEADER_BYTES = 1024
 TOKEN = np.dtype("<u2")
 MAX_TOKENS = 2**31 - 1
 
 _MAKE = "make shards from text with: python -m numbagpt.data INPUT --output_dir DIR"
-_FOREIGN = {
-    20240326: "it is a model checkpoint of llm.c",
-    20240327: "it is an optimizer state of llm.c",
-    20240801: "it holds Llama 3 tokens of llm.c",
-}
 
 
 def write_header(file: BinaryIO, num_tokens: int) -> None:
     """Write the 1024 bytes of header where the file stands."""
-    file.write(struct.pack("<3i", MAGIC, VERSION, num_tokens).ljust(HEADER_BYTES, b"\0"))
+    file.write(struct.pack("<3i", SHARD_MAGIC, VERSION, num_tokens).ljust(HEADER_BYTES, b"\0"))
 
 
 def write_shard(path: str | os.PathLike, tokens: np.ndarray) -> None:
@@ -66,7 +61,7 @@ def read_shard(path: str | os.PathLike) -> np.memmap:
     if size < 12:
         raise UserError(f"{path} is not a token shard: it has only {size} bytes; {_MAKE}")
     magic, version, num_tokens = struct.unpack("<3i", read_bytes(path, 12))
-    if magic != MAGIC:
+    if magic != SHARD_MAGIC:
         raise UserError(f"{path} is not a token shard: {_what_it_is(path, magic)}")
     if version != VERSION:
         raise UserError(f"{path} has shard version {version}; expected version {VERSION}; {_MAKE}")
@@ -112,8 +107,8 @@ def check_vocabulary(tokens: np.memmap, vocab_size: int) -> None:
 
 def _what_it_is(path: str | os.PathLike, magic: int) -> str:
     """Guess what a file without our magic is, and say what to do with it."""
-    if magic in _FOREIGN:
-        return f"{_FOREIGN[magic]} (magic {magic}); expected magic {MAGIC}; {_MAKE}"
+    if magic in FILE_OF_MAGIC:
+        return f"it is {FILE_OF_MAGIC[magic]}; expected magic {SHARD_MAGIC}; {_MAKE}"
     start = read_bytes(path, 2 * HEADER_BYTES)
     if _is_text(start):
         return f"it is text; make a shard with: python -m numbagpt.data {path} --output_dir DIR"
@@ -125,7 +120,7 @@ def _what_it_is(path: str | os.PathLike, magic: int) -> str:
                 f"it looks like bare {stored} tokens without a header, as {maker} wrote them; add "
                 f"one: numbagpt.shards.write_shard(NEW, numpy.fromfile({str(path)!r}, {stored!r}))"
             )
-    return f"it starts with {magic}; expected magic {MAGIC}; {_MAKE}"
+    return f"it starts with {magic}; expected magic {SHARD_MAGIC}; {_MAKE}"
 
 
 def _is_text(start: bytes) -> bool:
