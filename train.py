@@ -11,7 +11,6 @@ The flags carry the names of llm.c's trainer. python -m numbagpt.data makes the 
 
 import argparse
 import os
-import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -309,7 +308,7 @@ def main(argv: list[str] | None = None) -> int:
     """Train as the command line says; returns the exit status."""
     options = parse_arguments(argv)
     with cli.loading():
-        from numbagpt.files import output_folder
+        from numbagpt.files import output_folder, shell_path
         from numbagpt.gpt2 import GPT2
         from numbagpt.gpu import profile
         from numbagpt.loader import Prefetcher, TokenLoader
@@ -346,10 +345,8 @@ def main(argv: list[str] | None = None) -> int:
         with Prefetcher(loader, trainer.pack) as batches:
             status = Run(trainer, batches, val_loader, progress, o).train()
     if status == 0:
-        path = str(progress.last_checkpoint)
-        if path[0] in "-~":  # a flag to the program, a home folder to the shell
-            path = f"./{path}"
-        print(f"sample from it: python sample.py --checkpoint {shlex.quote(path)}")
+        path = shell_path(progress.last_checkpoint)
+        print(f"sample from it: python sample.py --checkpoint {path}")
     return status
 
 

@@ -30,7 +30,6 @@ import argparse
 import glob
 import math
 import os
-import shlex
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -48,6 +47,7 @@ from numbagpt import cli, tinyshakespeare
 from numbagpt.cli import Parser, number
 from numbagpt.documents import Piece, find_files, is_json, read_pieces
 from numbagpt.errors import UserError
+from numbagpt.files import shell_path
 from numbagpt.shard_writer import ShardWriter, open_shards
 from numbagpt.shards import MAX_TOKENS
 from numbagpt.tokenizer import END_OF_TEXT, encode_array
@@ -142,7 +142,7 @@ def run(args: argparse.Namespace) -> int:
             # Not *: it would take the shards of a data set called NAME_train_x as well.
             shards = glob.escape(os.path.join(args.output_dir, f"{name}_{split}_")) + "??????.bin"
             print(f"{shards}: {writer.num_tokens[split]:,} tokens")
-            flags += f" {flag} {shlex.quote(shards)}"
+            flags += f" {flag} {shell_path(shards)}"
     print(f"train on them: python train.py{flags}")
     return 0
 

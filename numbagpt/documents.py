@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from numbagpt.errors import UserError
-from numbagpt.files import file_size
+from numbagpt.files import file_size, shell_path
 
 BLOCK_BYTES = 2**18
 # With no white space for so long, a text is cut anywhere: memory stays bounded.
@@ -174,5 +174,5 @@ def _expected_json(line: str) -> str:
 def _not_utf8(path: Path, byte: int) -> UserError:
     return UserError(
         f"{path} is not UTF-8 at byte {byte:,}; expected UTF-8 text; "
-        f"convert it with: iconv -f ENCODING -t UTF-8 {path.name}"
+        f"convert it with: iconv -f ENCODING -t UTF-8 {shell_path(path)}"
     )

@@ -11,6 +11,7 @@ import errno
 import math
 import os
 import secrets
+import shlex
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -141,6 +142,14 @@ def read_floats(
     if stored == "bfloat16":
         numbers = np.left_shift(numbers, 16, dtype=np.uint32).view(np.float32)
     return numbers.astype(np.float32, copy=False).reshape(shape)
+
+
+def shell_path(path: str | os.PathLike) -> str:
+    """A path as it is written in a command for a shell, quoted where it needs to be."""
+    text = os.fspath(path)
+    if text[0] in "-~":  # a flag to the program, a home folder to the shell
+        text = f"./{text}"
+    return shlex.quote(text)
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from numbagpt.errors import UserError
+from numbagpt.files import shell_path
 from numbagpt.shards import check_vocabulary, read_shard
 
 
@@ -32,9 +33,10 @@ def find_shards(pattern: str) -> list[str]:
     Raises UserError if there are none.
     """
     if os.path.isdir(pattern):
+        example = os.path.join(glob.escape(pattern), "*_train_??????.bin")
         raise UserError(
             f"{pattern} is a folder; expected a .bin file or a pattern; "
-            f"quote a pattern such as '{os.path.join(pattern, '*_train_??????.bin')}'"
+            f"quote a pattern such as {shell_path(example)}"
         )
     found = [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern, recursive=True))
     if not found:

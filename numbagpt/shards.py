@@ -17,7 +17,7 @@ import numpy as np
 
 from numbagpt.config import VOCAB_SIZE
 from numbagpt.errors import UserError
-from numbagpt.files import atomic_write, file_size, read_bytes
+from numbagpt.files import atomic_write, file_size, read_bytes, shell_path
 from numbagpt.magics import FILE_OF_MAGIC, SHARD_MAGIC
 
 VERSION = 1
@@ -111,7 +111,8 @@ def _what_it_is(path: str | os.PathLike, magic: int) -> str:
         return f"it is {FILE_OF_MAGIC[magic]}; expected magic {SHARD_MAGIC}; {_MAKE}"
     start = read_bytes(path, 2 * HEADER_BYTES)
     if _is_text(start):
-        return f"it is text; make a shard with: python -m numbagpt.data {path} --output_dir DIR"
+        command = f"python -m numbagpt.data {shell_path(path)} --output_dir DIR"
+        return f"it is text; make a shard with: {command}"
     for stored, maker in (("int32", "llm.c's first versions"), ("uint16", "nanoGPT")):
         ids = np.frombuffer(start[: len(start) // 4 * 4], np.dtype(stored).newbyteorder("<"))
         # Id 0 is "!": text is not full of it, foreign headers are.

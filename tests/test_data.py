@@ -190,6 +190,15 @@ def test_what_it_says_works_for_any_name(corpus, tmp_path, capsys):
     assert find_shards(val) == [str(folder / "it's [x]?_val_000000.bin")]
 
 
+@pytest.mark.parametrize("folder", ["-x", "~x"])
+def test_what_it_says_works_for_a_folder_like_a_flag(corpus, tmp_path, monkeypatch, capsys, folder):
+    monkeypatch.chdir(tmp_path)
+    make(corpus[0], f"--output_dir={folder}", "--name", "set")
+    *_, train, _, val = shlex.split(capsys.readouterr().out.splitlines()[-1])
+    assert find_shards(train) == [f"./{folder}/set_train_000000.bin"]
+    assert find_shards(val) == [f"./{folder}/set_val_000000.bin"]
+
+
 def test_what_it_says_takes_no_other_data_set(corpus, tmp_path, capsys):
     for name in ("web", "web_train_x", "web_val_x"):
         make(corpus[0], "--output_dir", tmp_path / "out", "--name", name)
@@ -327,7 +336,7 @@ def test_command_line_with_a_tilde(tmp_path, name):
     stem = name.rpartition("/")[2].removesuffix(".txt")
     environment = os.environ | {"HOME": str(tmp_path / "home")}
     for given, folder, printed in [
-        ("~nouser/x", "~nouser/x", "~nouser/x"),
+        ("~nouser/x", "~nouser/x", "./~nouser/x"),
         ("./~/x", "~/x", "./~/x"),
         ("~/x", "home/x", f"{tmp_path}/home/x"),
     ]:

@@ -4,6 +4,7 @@ import gzip
 import json
 import random
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -135,6 +136,12 @@ def test_bytes_that_are_not_utf8_are_placed(tmp_path, monkeypatch, name, at, blo
     assert "iconv" in message
     if name != "a.jsonl":
         assert f"at byte {at:,};" in refusal(write(tmp_path / name, good + b"\xc3"))
+
+
+def test_the_advice_for_other_encodings_can_be_pasted(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, pasted in (("-x.txt", "./-x.txt"), ("two words.txt", "'two words.txt'")):
+        assert refusal(write(Path(name), b"\xff")).endswith(f" -t UTF-8 {pasted}")
 
 
 @pytest.mark.parametrize(

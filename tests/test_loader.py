@@ -117,9 +117,21 @@ def test_a_pattern_that_matches_nothing_is_refused(tmp_path, monkeypatch, patter
         TokenLoader(pattern, 1, 1, V)
 
 
-def test_a_folder_is_refused_with_a_pattern(tmp_path):
-    with pytest.raises(UserError, match=r"is a folder; .*_train_\?{6}\.bin"):
-        TokenLoader(str(tmp_path), 1, 1, V)
+@pytest.mark.parametrize(
+    ("folder", "quoted"),
+    [
+        ("data", "'data/*_train_??????.bin'"),
+        ("-x", "'./-x/*_train_??????.bin'"),
+        ("[1]", "'[[]1]/*_train_??????.bin'"),
+    ],
+)
+def test_a_folder_is_refused_with_a_pattern(tmp_path, monkeypatch, folder, quoted):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / folder).mkdir()
+    with pytest.raises(UserError) as error:
+        TokenLoader(folder, 1, 1, V)
+    expected = "is a folder; expected a .bin file or a pattern; quote a pattern such as"
+    assert str(error.value) == f"{folder} {expected} {quoted}"
 
 
 @pytest.mark.parametrize(

@@ -92,6 +92,13 @@ def test_a_bad_file_is_refused(tmp_path, case):
     assert re.search(expected, refusal(path))
 
 
+def test_the_advice_for_text_can_be_pasted(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, pasted in (("-x.bin", "./-x.bin"), ("two words.bin", "'two words.bin'")):
+        (tmp_path / name).write_text("Prose. " * 200)
+        assert f"python -m numbagpt.data {pasted} --output_dir DIR" in refusal(name)
+
+
 def test_text_cut_inside_a_character_is_still_text(tmp_path):
     path = tmp_path / "bad.bin"
     path.write_bytes(b"x" + "é".encode() * 3000)
