@@ -11,20 +11,13 @@ import os
 import queue
 import threading
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from numbagpt.errors import UserError
 from numbagpt.files import shell_path
 from numbagpt.shards import check_vocabulary, read_shard
-
-
-class Position(NamedTuple):
-    """Where the next window starts: shard (counted from 0 in name order) and token in it."""
-
-    shard: int
-    offset: int
 
 
 def find_shards(pattern: str) -> list[str]:
@@ -71,36 +64,19 @@ class TokenLoader:
             raise UserError(self._too_short())
         for shard in self._shards:
             check_vocabulary(shard, vocab_size)
-        self._position = Position(0, 0)
-
-    @property
-    def position(self) -> Position:
-        """Where the next window starts, to be given to seek by a run that goes on from here."""
-        return self._position
-
-    def seek(self, position: tuple[int, int]) -> None:
-        """Go on from a position. Raises UserError if these shards have no such place."""
-        shard, offset = position
-        if not (0 <= shard < len(self._shards) and 0 <= offset <= len(self._shards[shard])):
-            raise UserError(
-                f"data position is shard {shard}, token {offset:,}; the data has "
-                f"{len(self._shards)} shards, {self.num_tokens:,} tokens; "
-                "resume with the data the run was started with"
-            )
-        self._position = Position(shard, offset)
+        self.reset()
 
     def reset(self) -> None:
         """Go back to the first window."""
-        self._position = Position(0, 0)
+        self._shard, self._offset = 0, 0
 
     def next_batch(self) -> tuple[np.ndarray, np.ndarray]:
         """Inputs and targets, each a new (B, T) int32 array."""
         B, T = self.B, self.T
-        shard, offset = self._position
-        while offset + B * T + 1 > len(self._shards[shard]):
-            shard, offset = (shard + 1) % len(self._shards), 0
-        window = self._shards[shard][offset : offset + B * T + 1]
-        self._position = Position(shard, offset + B * T)
+        while self._offset + B * T + 1 > len(self._shards[self._shard]):
+            self._shard, self._offset = (self._shard + 1) % len(self._shards), 0
+        window = self._shards[self._shard][self._offset : self._offset + B * T + 1]
+        self._offset += B * T
         inputs = np.array(window[:-1], np.int32).reshape(B, T)
         targets = np.array(window[1:], np.int32).reshape(B, T)
         return inputs, targets
@@ -125,7 +101,7 @@ class TokenLoader:
 class Prefetcher:
     """The batches of a loader, made ready by a background thread so that nobody waits for them.
 
-    loader    a TokenLoader; it belongs to the prefetcher until close
+    loader    a TokenLoader; from now on it belongs to the prefetcher
     prepare   applied to (inputs, targets) in the thread; its result is what next_batch returns
     depth     batches kept ready
 
@@ -141,40 +117,26 @@ class Prefetcher:
     ) -> None:
         self._loader = loader
         self._prepare = prepare or (lambda inputs, targets: (inputs, targets))
-        self._depth = depth
-        self._start()
-
-    @property
-    def position(self) -> Position:
-        """Where the window after the last batch handed out starts, however far ahead we read."""
-        return self._position
+        self._error: BaseException | None = None
+        self._stop = threading.Event()
+        self._ready: queue.Queue = queue.Queue(depth)
+        self._thread = threading.Thread(target=self._run, name="prefetch", daemon=True)
+        self._thread.start()
 
     def next_batch(self) -> Any:
         """The next batch, (inputs, targets) or what prepare made of them."""
         if self._error is None:
-            batch, position, self._error = self._ready.get()
+            batch, self._error = self._ready.get()
         if self._error is not None:
             raise self._error
-        self._position = position
         return batch
 
-    def seek(self, position: tuple[int, int]) -> None:
-        """Go on from a position; batches read ahead are dropped. Raises UserError as the loader."""
-        self.close()
-        self._loader.seek(position)
-        self._start()
-
-    def reset(self) -> None:
-        """Go back to the first window."""
-        self.seek((0, 0))
-
     def close(self) -> None:
-        """End the thread and put the loader where the consumer is. Can be called twice."""
+        """End the thread. Can be called twice."""
         self._stop.set()
         while not self._ready.empty():
             self._ready.get()
         self._thread.join()
-        self._loader.seek(self._position)
         self._error = self._error or RuntimeError("this Prefetcher is closed")
 
     def __enter__(self) -> "Prefetcher":
@@ -183,19 +145,10 @@ class Prefetcher:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _start(self) -> None:
-        self._position = self._loader.position
-        self._error: BaseException | None = None
-        self._stop = threading.Event()
-        self._ready: queue.Queue = queue.Queue(self._depth)
-        self._thread = threading.Thread(target=self._run, name="prefetch", daemon=True)
-        self._thread.start()
-
     def _run(self) -> None:
         while not self._stop.is_set():
             try:
-                batch = self._prepare(*self._loader.next_batch())
-                self._ready.put((batch, self._loader.position, None))
+                self._ready.put((self._prepare(*self._loader.next_batch()), None))
             except BaseException as error:
-                self._ready.put((None, None, error))
+                self._ready.put((None, error))
                 return

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from numbagpt.errors import UserError
-from numbagpt.loader import Position, Prefetcher, TokenLoader, find_shards
+from numbagpt.loader import Prefetcher, TokenLoader, find_shards
 from numbagpt.shards import write_shard
 
 V = 50257
@@ -71,26 +71,14 @@ def test_batches_do_not_share_memory(tmp_path):
     assert_batch(loader.next_batch(), next(windows(shards, 2, 4)))
 
 
-def test_seek_resumes_exactly_where_another_loader_was(tmp_path):
-    random_shards(tmp_path, 50, 60, 33)
-    first, second = (TokenLoader(str(tmp_path / "*.bin"), 2, 5, V) for _ in range(2))
-    assert first.position == Position(0, 0)
-    for _ in range(2 * first.num_batches):
-        second.seek(list(first.position))
-        expected = first.next_batch()
-        np.testing.assert_array_equal(second.next_batch(), expected)
-        assert second.position == first.position
-    assert len(first.position) == 2
-
-
-@pytest.mark.parametrize("position", [(2, 0), (-1, 0), (0, 51), (0, -1)])
-def test_seek_outside_the_data_is_refused(tmp_path, position):
-    random_shards(tmp_path, 50, 60)
-    loader = TokenLoader(str(tmp_path / "*.bin"), 1, 5, V)
-    loader.next_batch()
-    with pytest.raises(UserError, match=r"2 shards, 110 tokens; resume with the data"):
-        loader.seek(position)
-    assert loader.position == (0, 5)
+def test_reset_goes_back_to_the_first_window_from_any_shard(tmp_path):
+    shards = random_shards(tmp_path, 30, 20)
+    loader = TokenLoader(str(tmp_path / "*.bin"), 2, 4, V)
+    for count in range(2 * loader.num_batches):
+        for _ in range(count):
+            loader.next_batch()
+        loader.reset()
+        assert_batch(loader.next_batch(), next(windows(shards, 2, 4)))
 
 
 def test_patterns(tmp_path, monkeypatch):
@@ -186,13 +174,11 @@ def both(tmp_path, **options):
 
 
 @pytest.mark.parametrize("depth", [1, 2, 7])
-def test_prefetched_batches_and_positions_are_the_loaders(tmp_path, depth):
+def test_prefetched_batches_are_the_loaders(tmp_path, depth):
     plain, prefetcher = both(tmp_path, depth=depth)
     with prefetcher:
         for _ in range(3 * plain.num_batches):
-            assert prefetcher.position == plain.position
             np.testing.assert_array_equal(prefetcher.next_batch(), plain.next_batch())
-        assert prefetcher.position == plain.position
 
 
 def test_prepare_runs_in_the_thread_once_per_batch(tmp_path):
@@ -228,18 +214,6 @@ def test_batches_are_ready_before_they_are_asked_for(tmp_path):
         assert not made.acquire(timeout=0.1)
 
 
-def test_seek_and_reset_drop_what_was_read_ahead(tmp_path):
-    plain, prefetcher = both(tmp_path)
-    with prefetcher:
-        for _ in range(4):
-            prefetcher.next_batch()
-        prefetcher.reset()
-        np.testing.assert_array_equal(prefetcher.next_batch(), plain.next_batch())
-        plain.seek((1, 10))
-        prefetcher.seek((1, 10))
-        np.testing.assert_array_equal(prefetcher.next_batch(), plain.next_batch())
-
-
 def test_an_error_in_the_thread_is_raised_after_the_batches_before_it(tmp_path):
     calls = iter([True, True, False])
 
@@ -255,20 +229,17 @@ def test_an_error_in_the_thread_is_raised_after_the_batches_before_it(tmp_path):
         for _ in range(2):
             with pytest.raises(UserError, match="third batch"):
                 prefetcher.next_batch()
-        assert prefetcher.position == plain.position
 
 
-def test_close_ends_the_thread_and_hands_the_loader_back(tmp_path):
-    plain, prefetcher = both(tmp_path, depth=1)
+def test_close_ends_the_thread(tmp_path):
+    _, prefetcher = both(tmp_path, depth=1)
     before = threading.active_count()
-    prefetcher.next_batch(), plain.next_batch()
+    prefetcher.next_batch()
     prefetcher.close()
     prefetcher.close()
     assert threading.active_count() == before - 1
     with pytest.raises(RuntimeError, match="closed"):
         prefetcher.next_batch()
-    with Prefetcher(prefetcher._loader) as again:
-        np.testing.assert_array_equal(again.next_batch(), plain.next_batch())
 
 
 def test_many_short_lives_leave_no_thread(tmp_path):
