@@ -17,7 +17,7 @@ import numpy as np
 
 from numbagpt.errors import UserError
 from numbagpt.files import shell_path
-from numbagpt.shards import check_vocabulary, read_shard
+from numbagpt.shards import check_vocabulary, count_tokens, read_shard
 
 
 def find_shards(pattern: str) -> list[str]:
@@ -57,13 +57,14 @@ class TokenLoader:
             raise UserError(f"a batch of B={B} by T={T} tokens; expected both to be at least 1")
         self.B, self.T = B, T
         self.paths = find_shards(pattern)
-        self._shards = [read_shard(path) for path in self.paths]
-        self.num_tokens = sum(map(len, self._shards))
-        self.num_batches = sum((len(shard) - 1) // (B * T) for shard in self._shards)
+        self._lengths = [count_tokens(path) for path in self.paths]
+        self.num_tokens = sum(self._lengths)
+        self.num_batches = sum((length - 1) // (B * T) for length in self._lengths)
         if self.num_batches == 0:
             raise UserError(self._too_short())
-        for shard in self._shards:
-            check_vocabulary(shard, vocab_size)
+        self._mapped: tuple[int, np.ndarray] | None = None
+        for shard in range(len(self.paths)):
+            check_vocabulary(self._tokens_of(shard), vocab_size)
         self.reset()
 
     def reset(self) -> None:
@@ -71,18 +72,34 @@ class TokenLoader:
         self._shard, self._offset = 0, 0
 
     def next_batch(self) -> tuple[np.ndarray, np.ndarray]:
-        """Inputs and targets, each a new (B, T) int32 array."""
+        """Inputs and targets, each a new (B, T) int32 array.
+
+        Raises UserError if a shard cannot be read any more, or is not what it was at the start.
+        """
         B, T = self.B, self.T
-        while self._offset + B * T + 1 > len(self._shards[self._shard]):
-            self._shard, self._offset = (self._shard + 1) % len(self._shards), 0
-        window = self._shards[self._shard][self._offset : self._offset + B * T + 1]
+        while self._offset + B * T + 1 > self._lengths[self._shard]:
+            self._shard, self._offset = (self._shard + 1) % len(self.paths), 0
+        window = self._tokens_of(self._shard)[self._offset : self._offset + B * T + 1]
         self._offset += B * T
         inputs = np.array(window[:-1], np.int32).reshape(B, T)
         targets = np.array(window[1:], np.int32).reshape(B, T)
         return inputs, targets
 
+    def _tokens_of(self, shard: int) -> np.ndarray:
+        """The tokens of a shard, (n,) uint16. One is mapped at a time: each is an open file."""
+        if self._mapped is None or self._mapped[0] != shard:
+            tokens = read_shard(self.paths[shard])
+            if len(tokens) != self._lengths[shard]:
+                raise UserError(
+                    f"{self.paths[shard]} has {len(tokens):,} tokens; it had "
+                    f"{self._lengths[shard]:,} when it was first looked at; "
+                    "leave the shards of a run alone until it ends"
+                )
+            self._mapped = shard, tokens
+        return self._mapped[1]
+
     def _too_short(self) -> str:
-        longest = max(map(len, self._shards))
+        longest = max(self._lengths)
         where = (
             self.paths[0] if len(self.paths) == 1 else f"the longest of {len(self.paths)} shards"
         )

@@ -50,8 +50,8 @@ def write_shard(path: str | os.PathLike, tokens: np.ndarray) -> None:
         file.write(np.ascontiguousarray(tokens, TOKEN).data)
 
 
-def read_shard(path: str | os.PathLike) -> np.memmap:
-    """Map the tokens of a shard, (n,) uint16 with n ≥ 1, read-only.
+def count_tokens(path: str | os.PathLike) -> int:
+    """The number of tokens of a shard, at least 1; what they are is not looked at.
 
     Raises UserError if the file cannot be read, is not a shard, or is not whole.
     """
@@ -83,7 +83,16 @@ def read_shard(path: str | os.PathLike) -> np.memmap:
         )
     if held == 0:
         raise UserError(f"{path} holds no tokens; {_MAKE}")
-    return np.memmap(path, TOKEN, mode="r", offset=HEADER_BYTES, shape=(held,))
+    return held
+
+
+def read_shard(path: str | os.PathLike) -> np.memmap:
+    """Map the tokens of a shard, (n,) uint16 with n ≥ 1, read-only; the file stays open with it.
+
+    Raises UserError if the file cannot be read, is not a shard, or is not whole.
+    """
+    shape = (count_tokens(path),)
+    return np.memmap(path, TOKEN, mode="r", offset=HEADER_BYTES, shape=shape)
 
 
 def check_vocabulary(tokens: np.memmap, vocab_size: int) -> None:

@@ -1,5 +1,7 @@
 """Batches against windows cut by hand from the tokens that were written."""
 
+import os
+import resource
 import threading
 
 import numpy as np
@@ -151,6 +153,34 @@ def test_an_empty_batch_is_refused(tmp_path, B, T):
     random_shards(tmp_path, 10)
     with pytest.raises(UserError, match="expected both to be at least 1"):
         TokenLoader(str(tmp_path / "*.bin"), B, T, V)
+
+
+def test_more_shards_than_files_may_be_open(tmp_path):
+    shards = random_shards(tmp_path, *[9] * 60)
+    order = sorted(range(60), key=lambda i: f"s{i}.bin")
+    already_open = len(os.listdir("/dev/fd"))
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (already_open + 20, limits[1]))
+    try:
+        loader = TokenLoader(str(tmp_path / "*.bin"), 2, 4, V)
+        assert loader.num_batches == 60
+        for _ in range(2):
+            for window in windows([shards[i] for i in order], 2, 4):
+                assert_batch(loader.next_batch(), window)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_a_shard_that_changes_in_mid_run_is_refused(tmp_path):
+    random_shards(tmp_path, 9, 9)
+    loader = TokenLoader(str(tmp_path / "*.bin"), 2, 4, V)
+    loader.next_batch()
+    write_shard(tmp_path / "s1.bin", np.arange(8))
+    with pytest.raises(UserError, match=r"s1\.bin has 8 tokens; it had 9 when"):
+        loader.next_batch()
+    (tmp_path / "s1.bin").unlink()
+    with pytest.raises(UserError, match=r"cannot read .*s1\.bin: No such file"):
+        loader.next_batch()
 
 
 def test_every_shard_is_checked_before_the_first_batch(tmp_path):

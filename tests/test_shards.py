@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from numbagpt.errors import UserError
-from numbagpt.shards import check_vocabulary, read_shard, write_shard
+from numbagpt.shards import check_vocabulary, count_tokens, read_shard, write_shard
 
 MAGIC = 20240520
 
@@ -40,6 +40,7 @@ def test_the_bytes_of_a_shard(tmp_path):
 def test_round_trip(tmp_path, dtype, count):
     tokens = np.random.default_rng(count).integers(0, 2**15, count).astype(dtype)
     write_shard(tmp_path / "a.bin", tokens)
+    assert count_tokens(tmp_path / "a.bin") == count
     read = read_shard(tmp_path / "a.bin")
     assert isinstance(read, np.memmap)
     assert read.dtype == np.uint16
