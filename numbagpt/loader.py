@@ -45,11 +45,14 @@ class TokenLoader:
 
     pattern      a path or a glob pattern
     B, T         rows of a batch, tokens of a row
-    vocab_size   V: every id of every shard is checked to be below it, here and not in mid-run
+    vocab_size   V: ids are checked to be below it, those of a window when it is read. The first
+                 window is read here, so that the data of another model is refused at the start;
+                 reading all of it would take minutes
 
     Attributes: paths; num_tokens, in all shards; num_batches, whole windows from first to last.
     Raises UserError for a pattern that matches nothing, a file that is not a whole shard, an id
-    beyond the vocabulary, B or T below 1, and shards none of which has a window of B·T+1 tokens.
+    beyond the vocabulary in the first window, B or T below 1, and shards none of which has a
+    window of B·T+1 tokens.
     """
 
     def __init__(self, pattern: str, B: int, T: int, vocab_size: int) -> None:
@@ -62,9 +65,10 @@ class TokenLoader:
         self.num_batches = sum((length - 1) // (B * T) for length in self._lengths)
         if self.num_batches == 0:
             raise UserError(self._too_short())
+        self._vocab_size = vocab_size
         self._mapped: tuple[int, np.ndarray] | None = None
-        for shard in range(len(self.paths)):
-            check_vocabulary(self._tokens_of(shard), vocab_size)
+        self.reset()
+        self.next_batch()
         self.reset()
 
     def reset(self) -> None:
@@ -74,12 +78,14 @@ class TokenLoader:
     def next_batch(self) -> tuple[np.ndarray, np.ndarray]:
         """Inputs and targets, each a new (B, T) int32 array.
 
-        Raises UserError if a shard cannot be read any more, or is not what it was at the start.
+        Raises UserError for an id beyond the vocabulary, and for a shard that cannot be read any
+        more or is not what it was at the start.
         """
         B, T = self.B, self.T
         while self._offset + B * T + 1 > self._lengths[self._shard]:
             self._shard, self._offset = (self._shard + 1) % len(self.paths), 0
         window = self._tokens_of(self._shard)[self._offset : self._offset + B * T + 1]
+        check_vocabulary(window, self._vocab_size, self.paths[self._shard], self._offset)
         self._offset += B * T
         inputs = np.array(window[:-1], np.int32).reshape(B, T)
         targets = np.array(window[1:], np.int32).reshape(B, T)

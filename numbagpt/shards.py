@@ -10,7 +10,6 @@ its size does not matter.
 import codecs
 import os
 import struct
-from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
@@ -95,23 +94,20 @@ def read_shard(path: str | os.PathLike) -> np.memmap:
     return np.memmap(path, TOKEN, mode="r", offset=HEADER_BYTES, shape=shape)
 
 
-def check_vocabulary(tokens: np.memmap, vocab_size: int) -> None:
-    """Read through a shard and raise UserError at its first id ≥ vocab_size, naming file and place.
+def check_vocabulary(
+    tokens: np.ndarray, vocab_size: int, path: str | os.PathLike, start: int
+) -> None:
+    """Raise UserError if an id is ≥ vocab_size, naming the file and the first such place.
 
-    tokens   (n,) uint16, from read_shard
+    tokens   (n,) uint16, n ≥ 1: those of the shard `path` from its token `start` on
     """
-    if vocab_size > np.iinfo(TOKEN).max:
-        return
-    step = 2**22
-    for start in range(0, len(tokens), step):
-        chunk = tokens[start : start + step]
-        if chunk.max() >= vocab_size:
-            first = int(np.argmax(chunk >= vocab_size))
-            raise UserError(
-                f"{Path(tokens.filename)} has token id {chunk[first]} at position "
-                f"{start + first:,}; expected ids below the model's vocabulary of {vocab_size}; "
-                "use the tokenizer the model was made for"
-            )
+    if tokens.max() >= vocab_size:
+        first = int(np.argmax(tokens >= vocab_size))
+        raise UserError(
+            f"{path} has token id {tokens[first]} at position {start + first:,}; "
+            f"expected ids below the model's vocabulary of {vocab_size}; "
+            "use the tokenizer the model was made for"
+        )
 
 
 def _what_it_is(path: str | os.PathLike, magic: int) -> str:

@@ -183,15 +183,34 @@ def test_a_shard_that_changes_in_mid_run_is_refused(tmp_path):
         loader.next_batch()
 
 
-def test_every_shard_is_checked_before_the_first_batch(tmp_path):
-    write_shard(tmp_path / "s0.bin", np.arange(100))
-    write_shard(tmp_path / "s1.bin", np.array([1, 2, 100, 3]))
-    with pytest.raises(UserError, match=r"s1\.bin has token id 100 at position 2;"):
-        TokenLoader(str(tmp_path / "*.bin"), 1, 2, 100)
-    TokenLoader(str(tmp_path / "*.bin"), 1, 2, 101)
+def test_every_file_is_checked_before_the_first_batch(tmp_path):
+    random_shards(tmp_path, 10, 10)
     (tmp_path / "s2.bin").write_bytes(b"no shard")
     with pytest.raises(UserError, match=r"s2\.bin"):
-        TokenLoader(str(tmp_path / "*.bin"), 1, 2, 101)
+        TokenLoader(str(tmp_path / "*.bin"), 1, 2, V)
+
+
+def test_an_id_beyond_the_vocabulary_in_the_first_window_is_refused_at_the_start(tmp_path):
+    write_shard(tmp_path / "s0.bin", np.array([1, 2, 3, 100, 4, 5, 6]))
+    write_shard(tmp_path / "s1.bin", np.arange(20))
+    for T in (3, 5):  # it is the last target, it is in the middle
+        with pytest.raises(UserError, match=r"s0\.bin has token id 100 at position 3;"):
+            TokenLoader(str(tmp_path / "*.bin"), 1, T, 100)
+    TokenLoader(str(tmp_path / "*.bin"), 1, 3, 101)
+    TokenLoader(str(tmp_path / "*.bin"), 1, 2, 100)  # in the second window
+    TokenLoader(str(tmp_path / "*.bin"), 1, 10, 100)  # in a shard without a window
+
+
+def test_an_id_beyond_the_vocabulary_further_on_is_refused_when_it_is_read(tmp_path):
+    write_shard(tmp_path / "s0.bin", np.arange(9))
+    write_shard(tmp_path / "s1.bin", np.array([*range(12), 100, 200, 5, 300]))
+    loader = TokenLoader(str(tmp_path / "*.bin"), 2, 2, 100)
+    for first in (0, 4, 0, 4):
+        inputs, _ = loader.next_batch()
+        assert inputs.tolist() == [[first, first + 1], [first + 2, first + 3]]
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"s1\.bin has token id 100 at position 12;"):
+            loader.next_batch()
 
 
 # --- Prefetcher ---

@@ -20,6 +20,7 @@ from numbagpt.errors import UserError
 from numbagpt.loader import Prefetcher
 from numbagpt.memory import MemoryPlan
 from numbagpt.schedule import learning_rate_at
+from numbagpt.shards import write_shard
 from numbagpt.training import Trainer
 
 
@@ -244,6 +245,22 @@ def test_a_run_that_blows_up_stops_and_names_the_last_checkpoint(flags, tmp_path
         )
     last = checkpoints(tmp_path / "run")[-1]
     assert re.match(rf"the .* of step \d+ is (nan|inf); .*{last}", str(error.value))
+
+
+def test_a_bad_token_further_on_ends_the_run_when_it_is_reached(flags, tmp_path):
+    tokens = np.arange(200) % 60
+    tokens[40] = 60  # in the third batch of 16 tokens
+    write_shard(tmp_path / "bad.bin", tokens)
+    data = tmp_path / "bad.bin"
+    ended = run("train.py", *flags(input_bin=data), cwd=tmp_path)
+    assert ended.returncode == 1
+    assert ended.stderr == (
+        f"error: {tmp_path}/bad.bin has token id 60 at position 40; expected ids below the model's "
+        "vocabulary of 60; use the tokenizer the model was made for\n"
+    )
+    assert re.findall(r"^step (\d)/4", ended.stdout, re.MULTILINE) == ["1", "2"]
+    # The prefetcher meets it as well in a run of two steps, which does not need it.
+    assert train.main(flags(input_bin=data, num_iterations=2)) == 0
 
 
 def test_the_command_it_prints_works_for_any_folder(flags, tmp_path, capsys):
