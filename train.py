@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from numbagpt import cli, metrics
 from numbagpt.config import PRESETS, GPT2Config
-from numbagpt.errors import UserError
+from numbagpt.errors import DataError, UserError
 from numbagpt.schedule import learning_rate_at
 
 # NumPy and what loads Numba are imported in main or where they are used: that takes a second, for
@@ -213,6 +213,9 @@ class Run:
             except cli.Stopped:
                 self.stop()
                 return cli.INTERRUPTED
+            except DataError:
+                self.stop()
+                raise
         return 0
 
     def stop(self) -> None:

@@ -1,4 +1,4 @@
-"""The one exception a user is meant to see."""
+"""The exceptions a user is meant to see."""
 
 
 class UserError(Exception):
@@ -7,3 +7,7 @@ class UserError(Exception):
     The message is one line that says what was found, what was expected and how to fix it. The
     command-line programs print it without a traceback and exit with status 1.
     """
+
+
+class DataError(UserError):
+    """The data cannot be read on. A run that meets it has weights that are worth keeping."""

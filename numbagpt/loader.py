@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from numbagpt.errors import UserError
+from numbagpt.errors import DataError, UserError
 from numbagpt.files import shell_path
 from numbagpt.shards import check_vocabulary, count_tokens, read_shard
 
@@ -78,18 +78,26 @@ class TokenLoader:
     def next_batch(self) -> tuple[np.ndarray, np.ndarray]:
         """Inputs and targets, each a new (B, T) int32 array.
 
-        Raises UserError for an id beyond the vocabulary, and for a shard that cannot be read any
+        Raises DataError for an id beyond the vocabulary, and for a shard that cannot be read any
         more or is not what it was at the start.
         """
         B, T = self.B, self.T
-        while self._offset + B * T + 1 > self._lengths[self._shard]:
-            self._shard, self._offset = (self._shard + 1) % len(self.paths), 0
-        window = self._tokens_of(self._shard)[self._offset : self._offset + B * T + 1]
-        check_vocabulary(window, self._vocab_size, self.paths[self._shard], self._offset)
-        self._offset += B * T
+        try:
+            window = self._next_window(B * T)
+        except UserError as error:
+            raise DataError(str(error)) from error
         inputs = np.array(window[:-1], np.int32).reshape(B, T)
         targets = np.array(window[1:], np.int32).reshape(B, T)
         return inputs, targets
+
+    def _next_window(self, step: int) -> np.ndarray:
+        """The next step+1 tokens of one shard, checked; the window after begins `step` further."""
+        while self._offset + step + 1 > self._lengths[self._shard]:
+            self._shard, self._offset = (self._shard + 1) % len(self.paths), 0
+        window = self._tokens_of(self._shard)[self._offset : self._offset + step + 1]
+        check_vocabulary(window, self._vocab_size, self.paths[self._shard], self._offset)
+        self._offset += step
+        return window
 
     def _tokens_of(self, shard: int) -> np.ndarray:
         """The tokens of a shard, (n,) uint16. One is mapped at a time: each is an open file."""
