@@ -80,9 +80,11 @@ def open_shards(
     overwrite      replace the shards of that name that are there, instead of refusing
 
     The shards grow in a hidden folder inside `folder`, which is made if it is missing. If the block
-    raises, KeyboardInterrupt included, everything is as it was.
+    raises or the shards cannot take their places, KeyboardInterrupt included, everything is as it
+    was.
 
-    Raises UserError if shards of that name exist, the folder cannot be written, the disk is full.
+    Raises UserError if shards of that name exist, something else has the name of one, the folder
+    cannot be written, the disk is full.
     """
     try:
         with output_folder(folder):
@@ -96,13 +98,16 @@ def open_shards(
                     writer.close()
                 # Once more: another run may have written the same name in the meantime.
                 old = _find_old(name, folder, overwrite)
-                _move(sorted(Path(hidden).iterdir()), folder, old)
+                _replace(old, Path(hidden), folder)
     except OSError as error:
         raise UserError(f"cannot write to folder {folder}: {error.strerror}") from error
 
 
 def _find_old(name: str, folder: Path, overwrite: bool) -> list[Path]:
-    """The shards of that name in the folder; UserError if there are some and they are to stay."""
+    """The shards of that name in the folder.
+
+    Raises UserError if there are some and they are to stay, or one is not a file.
+    """
     ours = re.compile(re.escape(name) + r"_(train|val)_\d{6}\.bin")
     old = sorted(path for path in folder.iterdir() if ours.fullmatch(path.name))
     if old and not overwrite:
@@ -110,18 +115,33 @@ def _find_old(name: str, folder: Path, overwrite: bool) -> list[Path]:
             f"{folder} already has {old[0].name}; expected no shards of that name; "
             "choose another with --name, or replace them with --overwrite"
         )
+    for path in old:
+        if not path.is_file():
+            raise UserError(
+                f"cannot overwrite {path}: it is not a regular file; "
+                "move it away, or choose another name with --name"
+            )
     return old
 
 
-def _move(files: list[Path], folder: Path, old: list[Path]) -> None:
-    """Move files into the folder, over the old ones, and remove old ones that are left."""
-    new = [folder / file.name for file in files]
-    try:
-        for file, path in zip(files, new, strict=True):
-            os.replace(file, path)
-    except BaseException:
-        for path in new:
-            path.unlink(missing_ok=True)
-        raise
-    for path in set(old) - set(new):
-        path.unlink()
+def _replace(old: list[Path], hidden: Path, folder: Path) -> None:
+    """Move the hidden folder's files to `folder`, after the old ones have gone the other way.
+
+    If that is not possible or is interrupted, all moves are undone.
+    """
+    new = sorted(hidden.iterdir())
+    aside = hidden / "old"
+    aside.mkdir()
+    moves = [(path, aside / path.name) for path in old]
+    moves += [(path, folder / path.name) for path in new]
+    with contextlib.ExitStack() as undo:
+        for source, target in moves:
+            # noted before the move, for Ctrl-C may come right after it
+            undo.callback(_move_back, target, source)
+            os.rename(source, target)
+        undo.pop_all()
+
+
+def _move_back(target: Path, source: Path) -> None:
+    if not os.path.lexists(source):
+        os.rename(target, source)
