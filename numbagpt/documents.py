@@ -38,7 +38,10 @@ class Piece(NamedTuple):
 def find_files(inputs: list[str]) -> list[Path]:
     """The files that inputs name; of a folder all .txt, .jsonl, .json and those with .gz, by name.
 
-    Raises UserError for an input that is not there and for a folder with none of these.
+    Links to folders are followed; what several lead to is read once.
+
+    Raises UserError for an input that is not there, a folder that cannot be read, and one with none
+    of these.
     """
     found = []
     for name in inputs:
@@ -47,8 +50,7 @@ def find_files(inputs: list[str]) -> list[Path]:
             file_size(path)
             found.append(path)
             continue
-        walked = (Path(folder, file) for folder, _, files in os.walk(path) for file in files)
-        known = sorted(file for file in walked if _kind(file) in _TEXT | _JSON)
+        known = sorted(file for file in _walk(path) if _kind(file) in _TEXT | _JSON)
         if not known:
             raise UserError(
                 f"{path} has no .txt, .jsonl, .txt.gz or .jsonl.gz file in it; "
@@ -95,6 +97,25 @@ def read_pieces(
         ) from error
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
+
+
+def _walk(top: Path) -> Iterator[Path]:
+    """Everything below a folder that is not a folder, links followed."""
+
+    def refuse(error: OSError) -> None:
+        raise UserError(f"cannot read folder {error.filename}: {error.strerror}") from error
+
+    seen = set()
+    for folder, below, files in os.walk(top, onerror=refuse, followlinks=True):
+        # A link may lead to a folder that was read before, even to one that it is in.
+        status = os.stat(folder)
+        place = status.st_dev, status.st_ino
+        if place in seen:
+            below.clear()
+            continue
+        seen.add(place)
+        below.sort()  # which of two names comes first is not left to the file system
+        yield from (Path(folder, file) for file in files)
 
 
 def _kind(path: Path) -> str:

@@ -1,7 +1,9 @@
 """Documents out of files: every character of them, in pieces, and every unreadable file named."""
 
+import errno
 import gzip
 import json
+import os
 import random
 import re
 from pathlib import Path
@@ -203,6 +205,37 @@ def test_find_files(tmp_path):
         tmp_path / name for name in ("z", *walked, "b/f.md", "y.gz")
     ]
     assert [is_json(tmp_path / name) for name in walked] == [True, False, False, True]
+
+
+def test_links_to_folders_are_followed_and_each_is_read_once(tmp_path):
+    for name in ("in/b/one.txt", "elsewhere/two.txt", "elsewhere/deep/three.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(b"")
+    (tmp_path / "in" / "z").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "in" / "a").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "in" / "c").symlink_to("b")
+    (tmp_path / "elsewhere" / "deep" / "up").symlink_to(tmp_path / "in")
+    (tmp_path / "in" / "b" / "self").symlink_to(".")
+    walked = ["a/deep/three.txt", "a/two.txt", "b/one.txt"]
+    assert find_files([str(tmp_path / "in")]) == [tmp_path / "in" / name for name in walked]
+
+
+@pytest.mark.parametrize("name", ["in", "in/below"])
+def test_a_folder_that_cannot_be_read_is_named(tmp_path, monkeypatch, name):
+    write(tmp_path / "a.txt", "text")
+    (tmp_path / "in" / "below").mkdir(parents=True)
+    write(tmp_path / "in" / "a.txt", "text")
+    scandir = os.scandir
+
+    def refuse(folder):
+        if os.fspath(folder) == str(tmp_path / name):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
+        return scandir(folder)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(UserError) as error:
+        find_files([str(tmp_path / "a.txt"), str(tmp_path / "in")])
+    assert str(error.value) == f"cannot read folder {tmp_path / name}: Permission denied"
 
 
 def test_inputs_that_are_not_there_are_refused(tmp_path):
