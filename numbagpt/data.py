@@ -4,10 +4,11 @@
     python -m numbagpt.data web/ more.jsonl.gz --output_dir data --name web --val_documents 500
     python -m numbagpt.data tinyshakespeare --output_dir data
 
-INPUT is a file or a folder that is searched for .txt, .jsonl, .json and the same with .gz. A text
-file is one document, and so is each line of JSON Lines (field --text_key). Every document begins
-with <|endoftext|>. The tokens go to DIR/NAME_train_000000.bin, … and DIR/NAME_val_000000.bin, …
-in the order of the inputs; nothing appears there until all of it is done.
+INPUT is a file or a folder that is searched for .txt, .jsonl, .ndjson, .json and the same with .gz.
+A text file is one document, and so is each line of JSON Lines (field --text_key). Every document
+begins with <|endoftext|>. The tokens go to DIR/NAME_train_000000.bin, … and
+DIR/NAME_val_000000.bin, … in the order of the inputs; nothing appears there until all of it is
+done.
 
 Which documents are for validation depends on their number alone, so that the same inputs always
 give the same shards. Document i, counted from 0, is one if ceil((i+1) F) > ceil(i F), where F is
@@ -45,7 +46,7 @@ from tqdm import tqdm
 
 from numbagpt import cli, tinyshakespeare
 from numbagpt.cli import Parser, number
-from numbagpt.documents import Piece, find_files, is_json, read_pieces
+from numbagpt.documents import Piece, find_files, is_json, read_pieces, without_gz
 from numbagpt.errors import UserError
 from numbagpt.files import shell_path
 from numbagpt.shard_writer import ShardWriter, open_shards
@@ -245,7 +246,7 @@ def _name_of(inputs: list[str]) -> str:
     if len(inputs) > 1:
         return "data"
     path = Path(inputs[0]).resolve()
-    return path.name if path.is_dir() else Path(path.name.removesuffix(".gz")).stem
+    return path.name if path.is_dir() else without_gz(path).stem
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -133,12 +133,14 @@ def test_the_result_depends_on_neither_workers_nor_pieces(corpus, tmp_path, monk
 
 
 @pytest.mark.parametrize("block", [10, 2**18])
-@pytest.mark.parametrize("name", ["book.txt", "book", "book.txt.gz"])
+@pytest.mark.parametrize("name", ["book.txt", "book", "book.txt.gz", "book.TXT.GZ"])
 def test_a_single_text_is_cut_after_a_line(tmp_path, monkeypatch, name, block):
     monkeypatch.setattr(documents, "BLOCK_BYTES", block)
     lines = [f"This is line {i}.\n" for i in range(100)]
     content = "".join(lines).encode()
-    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("gz") else content)
+    (tmp_path / name).write_bytes(
+        gzip.compress(content) if name.lower().endswith("gz") else content
+    )
     make(tmp_path / name, "--output_dir", tmp_path / "out", "--val_fraction", "0.25")
     train, val = (split_of(tmp_path / "out", split, "book") for split in ("train", "val"))
     assert train.count(EOT) == val.count(EOT) == 1

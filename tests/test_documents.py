@@ -75,6 +75,44 @@ def test_a_text_file_is_one_document_as_it_is(tmp_path, suffix):
     assert read(write(tmp_path / f"README{suffix}", text)) == [text]
 
 
+@pytest.mark.parametrize(
+    "name", ["a.jsonl", "a.JSONL", "a.ndjson", "a.Json", "a.NDJSON.gz", "a.jsonl.GZ"]
+)
+def test_json_lines_under_any_of_their_names(tmp_path, name):
+    line = b'{"text": "one"}\n'
+    path = tmp_path / name
+    path.write_bytes(gzip.compress(line) if name.lower().endswith(".gz") else line)
+    assert find_files([str(path)]) == [path]
+    assert read(path) == ["one"]
+
+
+@pytest.mark.parametrize("name", ["dump", "a.jsonlines", "a.jsonl.bak", "dump.gz", "a.data.gz"])
+@pytest.mark.parametrize(
+    "line",
+    ['{"text": "one"}', ' {"body": "Ünï"}\n{"body": "two"}\n', '\ufeff{"text": ""}\r\n', "{}"],
+)
+def test_json_lines_under_another_name_are_not_taken_for_text(tmp_path, name, line):
+    path = write(tmp_path / name, line)
+    with pytest.raises(UserError) as error:
+        find_files([str(path)])
+    gz = ".gz" if name.endswith(".gz") else ""
+    assert str(error.value) == (
+        f"{path} would be read as text and its first line is a JSON object; rename it to end in "
+        f".jsonl{gz} for JSON Lines, in .txt{gz} for text"
+    )
+    renamed = path.rename(tmp_path / f"text.txt{gz}")
+    assert find_files([str(renamed)]) == [renamed]
+
+
+@pytest.mark.parametrize("name", ["README", "a.md", "a.md.gz"])
+@pytest.mark.parametrize(
+    "content", ["", "{", "{text}\n", '[{"text": 1}]', '{"text": "x"} and prose', "7\n", b"{\xff}"]
+)
+def test_text_under_any_name_is_text(tmp_path, name, content):
+    path = write(tmp_path / name, content)
+    assert find_files([str(path)]) == [path]
+
+
 @pytest.mark.parametrize("suffix", ["", ".gz"])
 def test_each_json_line_is_a_document(tmp_path, suffix):
     texts = ["one", "two\nlines", "", "é👍 \ud800", " "]
@@ -194,17 +232,22 @@ def test_find_files(tmp_path):
         "b/f.md",
         "b/g.bin",
         "b/h.json",
+        "b/i.TXT",
+        "b/j.ndjson",
+        "b/k.JSONL.GZ",
         "z",
         "y.gz",
     ):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(b"")
-    walked = ["b/a.jsonl.gz", "b/c.txt", "b/d/e.txt.gz", "b/h.json"]
+    texts = ["b/c.txt", "b/d/e.txt.gz", "b/i.TXT"]
+    json_lines = ["b/a.jsonl.gz", "b/h.json", "b/j.ndjson", "b/k.JSONL.GZ"]
+    walked = sorted(texts + json_lines)
     inputs = ["z", "b", "b/f.md", "y.gz"]
     assert find_files([str(tmp_path / name) for name in inputs]) == [
         tmp_path / name for name in ("z", *walked, "b/f.md", "y.gz")
     ]
-    assert [is_json(tmp_path / name) for name in walked] == [True, False, False, True]
+    assert [name for name in walked if is_json(tmp_path / name)] == json_lines
 
 
 def test_links_to_folders_are_followed_and_each_is_read_once(tmp_path):
@@ -243,5 +286,5 @@ def test_inputs_that_are_not_there_are_refused(tmp_path):
     (tmp_path / "empty" / "a.bin").write_bytes(b"")
     with pytest.raises(UserError, match=r"none\.txt: No such file or directory; check the path"):
         find_files([str(tmp_path / "none.txt")])
-    with pytest.raises(UserError, match=r"empty has no \.txt, "):
+    with pytest.raises(UserError, match=r"empty has no .* \.txt, \.jsonl, \.ndjson, \.json, or "):
         find_files([str(tmp_path / "empty")])
