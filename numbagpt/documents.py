@@ -44,7 +44,8 @@ def find_files(inputs: list[str]) -> list[Path]:
     are followed; what several lead to is read once.
 
     Raises UserError for an input that is not there, a folder that cannot be read or has no such
-    file, and a file that would be read as text and begins like JSON Lines.
+    file, what has the name of one and is not, and a file that would be read as text and begins like
+    JSON Lines.
     """
     found = []
     for name in inputs:
@@ -61,6 +62,8 @@ def find_files(inputs: list[str]) -> list[Path]:
                 f"{path} has no file in it whose name ends in {_KNOWN}, or one of these and .gz; "
                 "expected some; name files of other kinds one by one"
             )
+        for file in known:
+            file_size(file)  # a pipe would be waited for
         found += known
     return found
 

@@ -281,6 +281,23 @@ def test_a_folder_that_cannot_be_read_is_named(tmp_path, monkeypatch, name):
     assert str(error.value) == f"cannot read folder {tmp_path / name}: Permission denied"
 
 
+def test_what_is_not_a_file_is_refused_in_a_folder_too(tmp_path):
+    write(tmp_path / "a.txt", "text")
+    odd = tmp_path / "b.txt"
+    os.mkfifo(tmp_path / "pipe")
+    os.mkfifo(odd)
+    for inputs in ([odd], [tmp_path]):
+        with pytest.raises(UserError, match=r"cannot read .*b\.txt: it is not a regular file$"):
+            find_files(list(map(str, inputs)))
+    odd.unlink()
+    odd.symlink_to("none")
+    for inputs in ([odd], [tmp_path]):
+        with pytest.raises(UserError, match=r"cannot read .*b\.txt: No such file or directory;"):
+            find_files(list(map(str, inputs)))
+    odd.unlink()
+    assert find_files([str(tmp_path)]) == [tmp_path / "a.txt"]  # what has another name is let be
+
+
 def test_inputs_that_are_not_there_are_refused(tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "a.bin").write_bytes(b"")
