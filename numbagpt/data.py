@@ -48,7 +48,7 @@ from numbagpt import cli, tinyshakespeare
 from numbagpt.cli import Parser, number
 from numbagpt.documents import Piece, find_files, is_json, read_pieces, without_gz
 from numbagpt.errors import UserError
-from numbagpt.files import shell_path
+from numbagpt.files import file_size, shell_path
 from numbagpt.shard_writer import ShardWriter, open_shards
 from numbagpt.shards import MAX_TOKENS
 from numbagpt.tokenizer import END_OF_TEXT, encode_array
@@ -162,7 +162,7 @@ def write_tinyshakespeare(writer: ShardWriter, args: argparse.Namespace) -> None
 def write_files(files: list[Path], writer: ShardWriter, args: argparse.Namespace) -> None:
     """Read, split, tokenize and write documents, all at the same time, a bounded piece each."""
     fraction = DEFAULT_FRACTION if args.val_fraction is None else args.val_fraction
-    size = sum(path.stat().st_size for path in files)
+    size = sum(map(file_size, files))
     # No bar where stderr is not a terminal (None: tqdm looks), or is closed.
     no_bar = None if sys.stderr else True
     with tqdm(total=size, unit="B", unit_scale=True, disable=no_bar) as bar:

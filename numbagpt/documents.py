@@ -89,15 +89,21 @@ def read_pieces(
     Raises UserError, naming the place, for what cannot be read: bytes that are not UTF-8, lines
     that are not JSON or have no such field, a gzip file that is damaged.
     """
+    reached = 0
+    for piece, position in _placed_pieces(path, text_key):
+        advance(position - reached)
+        reached = position
+        yield piece
+
+
+def _placed_pieces(path: Path, text_key: str) -> Iterator[tuple[Piece, int]]:
+    """A file's pieces and how many bytes of it were read by then."""
     with _open(path) as (file, stream):
         documents = (
             _json_pieces(stream, path, text_key) if is_json(path) else _text_pieces(stream, path)
         )
-        reached = 0
         for piece in documents:
-            advance(file.tell() - reached)
-            reached = file.tell()
-            yield piece
+            yield piece, file.tell()
 
 
 @contextlib.contextmanager

@@ -41,7 +41,7 @@ def atomic_write(path: str | os.PathLike) -> Iterator[BinaryIO]:
     """
     target = Path(os.path.realpath(path))
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
-    with _explained(f"cannot write {path}"):
+    with explained(f"cannot write {path}"):
         if target.exists() and not target.is_file():
             raise UserError(f"cannot write {path}: it exists and is not a regular file")
         try:
@@ -62,7 +62,7 @@ def check_writable_folder(path: str | os.PathLike) -> None:
     Called before any work, so that a run does not fail at its first checkpoint an hour later.
     Raises UserError if the folder cannot be created or takes no file.
     """
-    with _explained(f"cannot write to folder {path}"):
+    with explained(f"cannot write to folder {path}"):
         try:
             Path(path).mkdir(parents=True, exist_ok=True)
         except FileExistsError as error:
@@ -101,12 +101,24 @@ def output_folder(path: str | os.PathLike) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def explained(what: str) -> Iterator[None]:
+    """Turn the operating system's refusals into one line: `what`, then the system's reason.
+
+    The block should do only what `what` speaks of: every OSError in it becomes that UserError.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{what}: {error.strerror or error}") from error
+
+
 def file_size(path: str | os.PathLike) -> int:
     """The size in bytes of the regular file `path`.
 
     Raises UserError if there is none: nothing there, a folder, a pipe, no permission.
     """
-    with _explained(f"cannot read {path}"):
+    with explained(f"cannot read {path}"):
         try:
             size = os.stat(path).st_size
         except FileNotFoundError as error:
@@ -122,7 +134,7 @@ def read_bytes(path: str | os.PathLike, count: int = -1) -> bytes:
     Raises UserError if the file cannot be read.
     """
     file_size(path)
-    with _explained(f"cannot read {path}"), open(path, "rb") as file:
+    with explained(f"cannot read {path}"), open(path, "rb") as file:
         return file.read(count)
 
 
@@ -135,7 +147,7 @@ def read_floats(
     Raises UserError if the file cannot be read or ends too early.
     """
     count = math.prod(shape)
-    with _explained(f"cannot read {path}"):
+    with explained(f"cannot read {path}"):
         numbers = np.fromfile(path, STORED_AS[stored], count, offset=offset)
     if numbers.size != count:
         raise UserError(f"{path} ends too early; expected {count:,} numbers from byte {offset:,}")
@@ -150,15 +162,6 @@ def shell_path(path: str | os.PathLike) -> str:
     if text[0] in "-~":  # a flag to the program, a home folder to the shell
         text = f"./{text}"
     return shlex.quote(text)
-
-
-@contextlib.contextmanager
-def _explained(what: str) -> Iterator[None]:
-    """Turn the operating system's refusals into one line: `what`, then the system's reason."""
-    try:
-        yield
-    except OSError as error:
-        raise UserError(f"{what}: {error.strerror or error}") from error
 
 
 def _sync(descriptor: int) -> None:

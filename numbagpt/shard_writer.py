@@ -11,7 +11,7 @@ from typing import BinaryIO
 import numpy as np
 
 from numbagpt.errors import UserError
-from numbagpt.files import output_folder
+from numbagpt.files import explained, output_folder
 from numbagpt.shards import TOKEN, write_header
 
 MAX_SHARDS = 10**6  # their number has six digits
@@ -20,45 +20,56 @@ MAX_SHARDS = 10**6  # their number has six digits
 class ShardWriter:
     """Appends tokens to splits; a split is a row of files NAME_SPLIT_000000.bin, …000001.bin, ….
 
+    cannot_write   how the error begins where the system refuses something
+
     Attributes: num_tokens, {split: tokens written so far}.
     """
 
-    def __init__(self, folder: Path, name: str, shard_tokens: int) -> None:
+    def __init__(self, folder: Path, name: str, shard_tokens: int, cannot_write: str) -> None:
         self.num_tokens: dict[str, int] = {}
         self._folder, self._name, self._shard_tokens = folder, name, shard_tokens
+        self._cannot_write = cannot_write
         self._files: dict[str, BinaryIO] = {}
 
     def write(self, split: str, tokens: np.ndarray) -> None:
-        """Append token ids, (n,) uint16, to a split; a shard that is full is finished."""
-        while tokens.size:
-            written = self.num_tokens.get(split, 0)
-            index, held = divmod(written, self._shard_tokens)
-            if held == 0:
-                if index == MAX_SHARDS:
-                    raise UserError(
-                        f"more than {MAX_SHARDS:,} shards; expected at most that many, for their "
-                        "names to be in order; take a larger --shard_tokens"
-                    )
-                path = self._folder / f"{self._name}_{split}_{index:06d}.bin"
-                self._files[split] = open(path, "xb")  # noqa: SIM115  (finish or close)
-                write_header(self._files[split], 0)
-            part = tokens[: self._shard_tokens - held]
-            self._files[split].write(np.ascontiguousarray(part, TOKEN).data)
-            self.num_tokens[split] = written + part.size
-            if held + part.size == self._shard_tokens:
-                self._finish(split, self._shard_tokens)
-            tokens = tokens[part.size :]
+        """Append token ids, (n,) uint16, to a split; a shard that is full is finished.
+
+        Raises UserError if they cannot be written, or there would be too many shards.
+        """
+        with explained(self._cannot_write):
+            while tokens.size:
+                written = self.num_tokens.get(split, 0)
+                index, held = divmod(written, self._shard_tokens)
+                if held == 0:
+                    self._begin(split, index)
+                part = tokens[: self._shard_tokens - held]
+                self._files[split].write(np.ascontiguousarray(part, TOKEN).data)
+                self.num_tokens[split] = written + part.size
+                if held + part.size == self._shard_tokens:
+                    self._finish(split, self._shard_tokens)
+                tokens = tokens[part.size :]
 
     def finish(self) -> None:
-        """Finish the shards that are not full."""
-        for split in list(self._files):
-            self._finish(split, self.num_tokens[split] % self._shard_tokens)
+        """Finish the shards that are not full. Raises UserError if that cannot be written."""
+        with explained(self._cannot_write):
+            for split in list(self._files):
+                self._finish(split, self.num_tokens[split] % self._shard_tokens)
 
     def close(self) -> None:
         """Close what is open without finishing it."""
         for file in self._files.values():
             with contextlib.suppress(OSError):
                 file.close()
+
+    def _begin(self, split: str, index: int) -> None:
+        if index == MAX_SHARDS:
+            raise UserError(
+                f"more than {MAX_SHARDS:,} shards; expected at most that many, for their "
+                "names to be in order; take a larger --shard_tokens"
+            )
+        path = self._folder / f"{self._name}_{split}_{index:06d}.bin"
+        self._files[split] = open(path, "xb")  # noqa: SIM115  (finish or close)
+        write_header(self._files[split], 0)
 
     def _finish(self, split: str, held: int) -> None:
         file = self._files[split]
@@ -84,23 +95,24 @@ def open_shards(
     was.
 
     Raises UserError if shards of that name exist, something else has the name of one, the folder
-    cannot be written, the disk is full.
+    cannot be written, the disk is full. What the block raises stays what it is.
     """
-    try:
-        with output_folder(folder):
+    cannot_write = f"cannot write to folder {folder}"
+    with output_folder(folder):
+        with explained(cannot_write):
             _find_old(name, folder, overwrite)
-            with tempfile.TemporaryDirectory(".tmp", f".{name}.", folder) as hidden:
-                writer = ShardWriter(Path(hidden), name, shard_tokens)
-                try:
-                    yield writer
-                    writer.finish()
-                finally:
-                    writer.close()
+            temporary = tempfile.TemporaryDirectory(".tmp", f".{name}.", folder)
+        with temporary as hidden:
+            writer = ShardWriter(Path(hidden), name, shard_tokens, cannot_write)
+            try:
+                yield writer
+                writer.finish()
+            finally:
+                writer.close()
+            with explained(cannot_write):
                 # Once more: another run may have written the same name in the meantime.
                 old = _find_old(name, folder, overwrite)
                 _replace(old, Path(hidden), folder)
-    except OSError as error:
-        raise UserError(f"cannot write to folder {folder}: {error.strerror}") from error
 
 
 def _find_old(name: str, folder: Path, overwrite: bool) -> list[Path]:

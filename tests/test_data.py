@@ -251,6 +251,17 @@ def test_bad_input_is_one_line_and_nothing_written(tmp_path, capsys, name, where
     assert expected in refuse(tmp_path, capsys, *inputs, *arguments)
 
 
+def test_an_input_that_disappears_is_the_input_that_cannot_be_read(tmp_path, monkeypatch, capsys):
+    (tmp_path / "a.txt").write_text("text\n" * 100)
+    files = [tmp_path / "a.txt", tmp_path / "gone.txt"]
+    monkeypatch.setattr(data, "find_files", lambda inputs: files)
+    gone = f"error: cannot read {tmp_path}/gone.txt: No such file or directory"
+    for size in (documents.file_size, lambda path: 0):  # before it is measured, and after
+        monkeypatch.setattr(data, "file_size", size)
+        message = refuse(tmp_path, capsys, *files, "--output_dir", tmp_path / "out")
+        assert message.startswith(gone)
+
+
 def test_an_output_folder_that_is_a_file(corpus, tmp_path, capsys):
     file = corpus[0] / "a.txt"
     message = refuse(tmp_path, capsys, file, "--output_dir", file)
@@ -479,6 +490,21 @@ def test_another_text_at_that_address_is_refused(network, tmp_path, monkeypatch,
     monkeypatch.setattr(tinyshakespeare, "SHA256", "0" * 64)
     message = refuse(tmp_path, capsys, "tinyshakespeare", "--output_dir", "out")
     assert f"bytes with sha256 {'0' * 64}; download it by hand" in message
+
+
+# A regular file to all appearances whose first byte cannot be read.
+UNREADABLE = "/proc/self/mem"
+
+
+@pytest.mark.skipif(not os.path.exists(UNREADABLE), reason=f"no {UNREADABLE}")
+def test_a_cached_copy_that_cannot_be_read_is_named(network, tmp_path, capsys):
+    (tmp_path / "cache").mkdir()
+    cached = tmp_path / "cache" / "tinyshakespeare.txt"
+    cached.symlink_to(UNREADABLE)
+    assert run_program(lambda: data.main(["tinyshakespeare", "--output_dir", "out"])) == 1
+    assert capsys.readouterr().err == f"error: cannot read {cached}: Input/output error\n"
+    assert not (tmp_path / "out").exists()
+    assert network == []
 
 
 @pytest.mark.parametrize("flags", [["--val_fraction", "0.1"], ["--val_documents", "3"]])

@@ -162,6 +162,16 @@ def test_advance_adds_up_to_the_size_of_the_file(tmp_path):
         assert min(steps) >= 0
 
 
+def test_what_advance_raises_is_not_taken_for_an_error_of_the_file(tmp_path):
+    def advance(count):
+        raise BrokenPipeError
+
+    for name in ("a.txt", "a.txt.gz"):
+        path = write(tmp_path / name, "text")
+        with pytest.raises(BrokenPipeError):
+            list(read_pieces(path, "text", advance))
+
+
 @pytest.mark.parametrize("block", [4, 2**18])
 @pytest.mark.parametrize("at", [0, 3, 8, 5000])
 @pytest.mark.parametrize("name", ["a.txt", "a.txt.gz", "a.jsonl"])

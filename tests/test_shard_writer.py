@@ -50,7 +50,7 @@ def test_shards_hold_the_tokens_in_order(tmp_path, shard_tokens, step):
     assert all(path.name.startswith("set_val_") for path in tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+@pytest.mark.parametrize("error", [ValueError, OSError, KeyboardInterrupt])
 @pytest.mark.parametrize("folder", ["there", "a/b/c"])
 def test_an_error_leaves_everything_as_it_was(tmp_path, error, folder):
     (tmp_path / "there").mkdir()
