@@ -11,7 +11,6 @@ The flags carry the names of llm.c's trainer. python -m numbagpt.data makes the 
 
 import argparse
 import os
-import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from numbagpt import cli, metrics
 from numbagpt.config import PRESETS, GPT2Config
-from numbagpt.errors import UserError
+from numbagpt.errors import DataError, UserError
 from numbagpt.schedule import learning_rate_at
 
 # NumPy and what loads Numba are imported in main or where they are used: that takes a second, for
@@ -214,6 +213,9 @@ class Run:
             except cli.Stopped:
                 self.stop()
                 return cli.INTERRUPTED
+            except DataError:
+                self.stop()
+                raise
         return 0
 
     def stop(self) -> None:
@@ -310,7 +312,7 @@ def main(argv: list[str] | None = None) -> int:
     options = parse_arguments(argv)
     with cli.loading():
         from numbagpt.checkpoint import check_checkpoints
-        from numbagpt.files import output_folder
+        from numbagpt.files import output_folder, shell_path
         from numbagpt.gpt2 import GPT2
         from numbagpt.gpu import profile
         from numbagpt.loader import Prefetcher, TokenLoader
@@ -348,10 +350,8 @@ def main(argv: list[str] | None = None) -> int:
         with Prefetcher(loader, trainer.pack) as batches:
             status = Run(trainer, batches, val_loader, progress, o).train()
     if status == 0:
-        path = str(progress.last_checkpoint)
-        if path[0] in "-~":  # a flag to the program, a home folder to the shell
-            path = f"./{path}"
-        print(f"sample from it: python sample.py --checkpoint {shlex.quote(path)}")
+        path = shell_path(progress.last_checkpoint)
+        print(f"sample from it: python sample.py --checkpoint {path}")
     return status
 
 

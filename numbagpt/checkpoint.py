@@ -42,20 +42,12 @@ from numbagpt.files import (
     read_bytes,
     read_floats,
 )
+from numbagpt.magics import FILE_OF_MAGIC, MODEL_MAGIC
 from numbagpt.tensors import parameter_shapes
 
-MAGIC = 20240326
 STORED_IN_VERSION = {3: "float32", 5: "bfloat16"}
 HEADER_BYTES = 256 * 4
 CHECKPOINT_NAME = re.compile(r"model_(\d+)\.bin")
-
-# What llm.c's other files start with: people name the wrong one.
-OTHER_MAGICS = {
-    20240520: "a shard of tokens (name it with --input_bin)",
-    20240327: "a debug state",
-    20240328: "a tokenizer",
-    20240527: "an optimizer state",
-}
 
 
 def write_model(
@@ -73,7 +65,7 @@ def write_model(
     """
     header = np.zeros(HEADER_BYTES // 4, "<i4")
     header[:8] = (
-        MAGIC,
+        MODEL_MAGIC,
         3,
         config.max_seq_len,
         config.vocab_size,
@@ -217,8 +209,8 @@ def _read_header(
         )
     header = [int(number) for number in np.frombuffer(read_bytes(path, HEADER_BYTES), "<i4")]
     magic, version, max_seq_len, V, L, NH, C, stored_Vp = header[:8]
-    if magic != MAGIC:
-        raise UserError(f"{path} {_foreign(magic)}; expected a model .bin, magic {MAGIC}")
+    if magic != MODEL_MAGIC:
+        raise UserError(f"{path} {_foreign(magic)}; expected a model .bin, magic {MODEL_MAGIC}")
     if version not in STORED_IN_VERSION:
         raise UserError(
             f"{path} is a model .bin of version {version}; expected 3 (float32) or 5 (bfloat16); "
@@ -253,9 +245,9 @@ def _model_bytes(shapes: Mapping[str, tuple[int, ...]], stored: str) -> int:
 
 def _foreign(magic: int) -> str:
     """What a file that starts with `magic` is, as the rest of a sentence."""
-    if magic in OTHER_MAGICS:
-        return f"is {OTHER_MAGICS[magic]}"
-    if magic == int(np.int32(MAGIC).byteswap()):
+    if magic in FILE_OF_MAGIC:
+        return f"is {FILE_OF_MAGIC[magic]}"
+    if magic == int(np.int32(MODEL_MAGIC).byteswap()):
         return "is a model written on a big-endian machine"
     return f"starts with {magic}"
 

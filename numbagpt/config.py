@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from numbagpt.errors import UserError
 
-VOCAB_SIZE = 50257
+VOCAB_SIZE = 50257  # of GPT-2's tokenizer
 # cuBLAS and 128-bit access want round row lengths; the vocabulary is padded to a multiple of this.
 VOCAB_MULTIPLE = 128
 

@@ -4,10 +4,11 @@
     python -m numbagpt.data web/ more.jsonl.gz --output_dir data --name web --val_documents 500
     python -m numbagpt.data tinyshakespeare --output_dir data
 
-INPUT is a file or a folder that is searched for .txt, .jsonl, .json and the same with .gz. A text
-file is one document, and so is each line of JSON Lines (field --text_key). Every document begins
-with <|endoftext|>. The tokens go to DIR/NAME_train_000000.bin, … and DIR/NAME_val_000000.bin, …
-in the order of the inputs; nothing appears there until all of it is done.
+INPUT is a file or a folder that is searched for .txt, .jsonl, .ndjson, .json and the same with .gz.
+A text file is one document, and so is each line of JSON Lines (field --text_key). Every document
+begins with <|endoftext|>. The tokens go to DIR/NAME_train_000000.bin, … and
+DIR/NAME_val_000000.bin, … in the order of the inputs; nothing appears there until all of it is
+done.
 
 Which documents are for validation depends on their number alone, so that the same inputs always
 give the same shards. Document i, counted from 0, is one if ceil((i+1) F) > ceil(i F), where F is
@@ -30,7 +31,6 @@ import argparse
 import glob
 import math
 import os
-import shlex
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -46,8 +46,9 @@ from tqdm import tqdm
 
 from numbagpt import cli, tinyshakespeare
 from numbagpt.cli import Parser, number
-from numbagpt.documents import Piece, find_files, is_json, read_pieces
+from numbagpt.documents import Piece, find_files, is_json, read_pieces, without_gz
 from numbagpt.errors import UserError
+from numbagpt.files import file_size, shell_path
 from numbagpt.shard_writer import ShardWriter, open_shards
 from numbagpt.shards import MAX_TOKENS
 from numbagpt.tokenizer import END_OF_TEXT, encode_array
@@ -142,7 +143,7 @@ def run(args: argparse.Namespace) -> int:
             # Not *: it would take the shards of a data set called NAME_train_x as well.
             shards = glob.escape(os.path.join(args.output_dir, f"{name}_{split}_")) + "??????.bin"
             print(f"{shards}: {writer.num_tokens[split]:,} tokens")
-            flags += f" {flag} {shlex.quote(shards)}"
+            flags += f" {flag} {shell_path(shards)}"
     print(f"train on them: python train.py{flags}")
     return 0
 
@@ -161,7 +162,7 @@ def write_tinyshakespeare(writer: ShardWriter, args: argparse.Namespace) -> None
 def write_files(files: list[Path], writer: ShardWriter, args: argparse.Namespace) -> None:
     """Read, split, tokenize and write documents, all at the same time, a bounded piece each."""
     fraction = DEFAULT_FRACTION if args.val_fraction is None else args.val_fraction
-    size = sum(path.stat().st_size for path in files)
+    size = sum(map(file_size, files))
     # No bar where stderr is not a terminal (None: tqdm looks), or is closed.
     no_bar = None if sys.stderr else True
     with tqdm(total=size, unit="B", unit_scale=True, disable=no_bar) as bar:
@@ -245,7 +246,7 @@ def _name_of(inputs: list[str]) -> str:
     if len(inputs) > 1:
         return "data"
     path = Path(inputs[0]).resolve()
-    return path.name if path.is_dir() else Path(path.name.removesuffix(".gz")).stem
+    return path.name if path.is_dir() else without_gz(path).stem
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -19,13 +19,15 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from numbagpt.errors import UserError
-from numbagpt.files import file_size
+from numbagpt.files import file_size, shell_path
 
 BLOCK_BYTES = 2**18
 # With no white space for so long, a text is cut anywhere: memory stays bounded.
 MAX_HELD = 2**24
 
-_TEXT, _JSON = {".txt"}, {".json", ".jsonl"}
+# Of file names, in small letters; all may be followed by .gz.
+_TEXT, _JSON = (".txt",), (".jsonl", ".ndjson", ".json")
+_KNOWN = ", ".join(_TEXT + _JSON)
 
 
 class Piece(NamedTuple):
@@ -36,31 +38,44 @@ class Piece(NamedTuple):
 
 
 def find_files(inputs: list[str]) -> list[Path]:
-    """The files that inputs name; of a folder all .txt, .jsonl, .json and those with .gz, by name.
+    """The files that inputs name; of a folder those known by their suffix, by name.
 
-    Raises UserError for an input that is not there and for a folder with none of these.
+    Known are .txt, .jsonl, .ndjson, .json and these with .gz, in capitals as well. Links to folders
+    are followed; what several lead to is read once.
+
+    Raises UserError for an input that is not there, a folder that cannot be read or has no such
+    file, what has the name of one and is not, and a file that would be read as text and begins like
+    JSON Lines.
     """
     found = []
     for name in inputs:
         path = Path(name)
         if not path.is_dir():
             file_size(path)
+            if _kind(path) not in _TEXT + _JSON:
+                _check_not_json(path)
             found.append(path)
             continue
-        walked = (Path(folder, file) for folder, _, files in os.walk(path) for file in files)
-        known = sorted(file for file in walked if _kind(file) in _TEXT | _JSON)
+        known = sorted(file for file in _walk(path) if _kind(file) in _TEXT + _JSON)
         if not known:
             raise UserError(
-                f"{path} has no .txt, .jsonl, .txt.gz or .jsonl.gz file in it; "
+                f"{path} has no file in it whose name ends in {_KNOWN}, or one of these and .gz; "
                 "expected some; name files of other kinds one by one"
             )
+        for file in known:
+            file_size(file)  # a pipe would be waited for
         found += known
     return found
 
 
 def is_json(path: Path) -> bool:
-    """Whether a file is read as JSON Lines: .jsonl, .json, or one of these with .gz."""
+    """Whether a file is read as JSON Lines: .jsonl, .ndjson, .json, or one of these with .gz."""
     return _kind(path) in _JSON
+
+
+def without_gz(path: Path) -> Path:
+    """The path less its .gz, if it has that."""
+    return path.with_suffix("") if _is_gzip(path) else path
 
 
 def read_pieces(
@@ -74,21 +89,36 @@ def read_pieces(
     Raises UserError, naming the place, for what cannot be read: bytes that are not UTF-8, lines
     that are not JSON or have no such field, a gzip file that is damaged.
     """
+    reached = 0
+    for piece, position in _placed_pieces(path, text_key):
+        advance(position - reached)
+        reached = position
+        yield piece
+
+
+def _placed_pieces(path: Path, text_key: str) -> Iterator[tuple[Piece, int]]:
+    """A file's pieces and how many bytes of it were read by then."""
+    with _open(path) as (file, stream):
+        documents = (
+            _json_pieces(stream, path, text_key) if is_json(path) else _text_pieces(stream, path)
+        )
+        for piece in documents:
+            yield piece, file.tell()
+
+
+@contextlib.contextmanager
+def _open(path: Path) -> Iterator[tuple[BinaryIO, BinaryIO]]:
+    """Yield a file and the stream of its content, the same if it is not gzipped.
+
+    Inside the block, what goes wrong in reading becomes a UserError.
+    """
     try:
-        with contextlib.ExitStack() as stack:
-            file = stream = stack.enter_context(open(path, "rb"))
-            if path.suffix == ".gz":
-                stream = stack.enter_context(gzip.open(file))
-            documents = (
-                _json_pieces(stream, path, text_key)
-                if is_json(path)
-                else _text_pieces(stream, path)
-            )
-            reached = 0
-            for piece in documents:
-                advance(file.tell() - reached)
-                reached = file.tell()
-                yield piece
+        with open(path, "rb") as file:
+            if not _is_gzip(path):
+                yield file, file
+                return
+            with gzip.open(file) as stream:
+                yield file, stream
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise UserError(
             f"{path} is not a whole gzip file: {error}; copy or make it again"
@@ -97,8 +127,48 @@ def read_pieces(
         raise UserError(f"cannot read {path}: {error.strerror}") from error
 
 
+def _walk(top: Path) -> Iterator[Path]:
+    """Everything below a folder that is not a folder, links followed."""
+
+    def refuse(error: OSError) -> None:
+        raise UserError(f"cannot read folder {error.filename}: {error.strerror}") from error
+
+    seen = set()
+    for folder, below, files in os.walk(top, onerror=refuse, followlinks=True):
+        # A link may lead to a folder that was read before, even to one that it is in.
+        status = os.stat(folder)
+        place = status.st_dev, status.st_ino
+        if place in seen:
+            below.clear()
+            continue
+        seen.add(place)
+        below.sort()  # which of two names comes first is not left to the file system
+        yield from (Path(folder, file) for file in files)
+
+
+def _is_gzip(path: Path) -> bool:
+    return path.suffix.lower() == ".gz"
+
+
 def _kind(path: Path) -> str:
-    return path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix
+    """The suffix, in small letters, that says how a file is read, before .gz if there is one."""
+    return without_gz(path).suffix.lower()
+
+
+def _check_not_json(path: Path) -> None:
+    """Raise UserError if the first line is a JSON object: nobody means its braces as text."""
+    with _open(path) as (_, stream):
+        line = stream.readline(MAX_HELD)
+    try:
+        is_object = isinstance(json.loads(line), dict)
+    except (ValueError, RecursionError):
+        return
+    if is_object:
+        gz = path.suffix if _is_gzip(path) else ""
+        raise UserError(
+            f"{path} would be read as text and its first line is a JSON object; rename it to end "
+            f"in .jsonl{gz} for JSON Lines, in .txt{gz} for text"
+        )
 
 
 def _text_pieces(stream: BinaryIO, path: Path) -> Iterator[Piece]:
@@ -174,5 +244,5 @@ def _expected_json(line: str) -> str:
 def _not_utf8(path: Path, byte: int) -> UserError:
     return UserError(
         f"{path} is not UTF-8 at byte {byte:,}; expected UTF-8 text; "
-        f"convert it with: iconv -f ENCODING -t UTF-8 {path.name}"
+        f"convert it with: iconv -f ENCODING -t UTF-8 {shell_path(path)}"
     )

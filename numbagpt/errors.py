@@ -11,3 +11,7 @@ class UserError(Exception):
 
 class OutOfMemory(UserError):
     """What was asked for does not fit into the memory that is free."""
+
+
+class DataError(UserError):
+    """The data cannot be read on. A run that meets it has weights that are worth keeping."""

@@ -11,6 +11,7 @@ import errno
 import math
 import os
 import secrets
+import shlex
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -39,7 +40,7 @@ def atomic_write(path: str | os.PathLike) -> Iterator[BinaryIO]:
     Raises UserError where the folder is missing or not writable, the disk is full, or `path` is
     something other than a regular file.
     """
-    with _explained(f"cannot write {path}"):
+    with explained(f"cannot write {path}"):
         target = _target(path)
         temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
         try:
@@ -60,7 +61,7 @@ def check_writable_folder(path: str | os.PathLike) -> None:
     Called before any work, so that a run does not fail at its first checkpoint an hour later.
     Raises UserError if the folder cannot be created or takes no file.
     """
-    with _explained(f"cannot write to folder {path}"):
+    with explained(f"cannot write to folder {path}"):
         try:
             Path(path).mkdir(parents=True, exist_ok=True)
         except FileExistsError as error:
@@ -77,17 +78,17 @@ def check_writable_file(path: str | os.PathLike) -> None:
     file, or `path` is something other than a regular file.
     """
     what = f"cannot write {path}"
-    with _explained(what):
+    with explained(what):
         target = _target(path)
     if os.path.islink(path):
         what += f", a link to {target}"
-    with _explained(what):
+    with explained(what):
         _probe(target.parent)
 
 
 def check_room(folder: str | os.PathLike, what: str, size: int) -> None:
     """Raise UserError where the disk of `folder`, which exists, has no `size` bytes for `what`."""
-    with _explained(f"cannot write to folder {folder}"):
+    with explained(f"cannot write to folder {folder}"):
         disk = shutil.disk_usage(folder)
     # file systems that do not know their size say that it is zero
     if disk.total and disk.free < size:
@@ -124,12 +125,24 @@ def output_folder(path: str | os.PathLike) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def explained(what: str) -> Iterator[None]:
+    """Turn the operating system's refusals into one line: `what`, then the system's reason.
+
+    The block should do only what `what` speaks of: every OSError in it becomes that UserError.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{what}: {error.strerror or error}") from error
+
+
 def file_size(path: str | os.PathLike) -> int:
     """The size in bytes of the regular file `path`.
 
     Raises UserError if there is none: nothing there, a folder, a pipe, no permission.
     """
-    with _explained(f"cannot read {path}"):
+    with explained(f"cannot read {path}"):
         try:
             size = os.stat(path).st_size
         except FileNotFoundError as error:
@@ -145,7 +158,7 @@ def read_bytes(path: str | os.PathLike, count: int = -1) -> bytes:
     Raises UserError if the file cannot be read.
     """
     file_size(path)
-    with _explained(f"cannot read {path}"), open(path, "rb") as file:
+    with explained(f"cannot read {path}"), open(path, "rb") as file:
         return file.read(count)
 
 
@@ -158,13 +171,21 @@ def read_floats(
     Raises UserError if the file cannot be read or ends too early.
     """
     count = math.prod(shape)
-    with _explained(f"cannot read {path}"):
+    with explained(f"cannot read {path}"):
         numbers = np.fromfile(path, STORED_AS[stored], count, offset=offset)
     if numbers.size != count:
         raise UserError(f"{path} ends too early; expected {count:,} numbers from byte {offset:,}")
     if stored == "bfloat16":
         numbers = np.left_shift(numbers, 16, dtype=np.uint32).view(np.float32)
     return numbers.astype(np.float32, copy=False).reshape(shape)
+
+
+def shell_path(path: str | os.PathLike) -> str:
+    """A path as it is written in a command for a shell, quoted where it needs to be."""
+    text = os.fspath(path)
+    if text[0] in "-~":  # a flag to the program, a home folder to the shell
+        text = f"./{text}"
+    return shlex.quote(text)
 
 
 def _target(path: str | os.PathLike) -> Path:
@@ -182,15 +203,6 @@ def _probe(folder: str | os.PathLike) -> None:
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".writable-") as probe:
         probe.write(b"\0")
         probe.flush()
-
-
-@contextlib.contextmanager
-def _explained(what: str) -> Iterator[None]:
-    """Turn the operating system's refusals into one line: `what`, then the system's reason."""
-    try:
-        yield
-    except OSError as error:
-        raise UserError(f"{what}: {error.strerror or error}") from error
 
 
 def _sync(descriptor: int) -> None:

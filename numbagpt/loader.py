@@ -11,19 +11,13 @@ import os
 import queue
 import threading
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from numbagpt.errors import UserError
-from numbagpt.shards import check_vocabulary, read_shard
-
-
-class Position(NamedTuple):
-    """Where the next window starts: shard (counted from 0 in name order) and token in it."""
-
-    shard: int
-    offset: int
+from numbagpt.errors import DataError, UserError
+from numbagpt.files import shell_path
+from numbagpt.shards import check_vocabulary, count_tokens, read_shard
 
 
 def find_shards(pattern: str) -> list[str]:
@@ -32,9 +26,10 @@ def find_shards(pattern: str) -> list[str]:
     Raises UserError if there are none.
     """
     if os.path.isdir(pattern):
+        example = os.path.join(glob.escape(pattern), "*_train_??????.bin")
         raise UserError(
             f"{pattern} is a folder; expected a .bin file or a pattern; "
-            f"quote a pattern such as '{os.path.join(pattern, '*_train_??????.bin')}'"
+            f"quote a pattern such as {shell_path(example)}"
         )
     found = [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern, recursive=True))
     if not found:
@@ -50,11 +45,14 @@ class TokenLoader:
 
     pattern      a path or a glob pattern
     B, T         rows of a batch, tokens of a row
-    vocab_size   V: every id of every shard is checked to be below it, here and not in mid-run
+    vocab_size   V: ids are checked to be below it, those of a window when it is read. The first
+                 window is read here, so that the data of another model is refused at the start;
+                 reading all of it would take minutes
 
     Attributes: paths; num_tokens, in all shards; num_batches, whole windows from first to last.
     Raises UserError for a pattern that matches nothing, a file that is not a whole shard, an id
-    beyond the vocabulary, B or T below 1, and shards none of which has a window of B·T+1 tokens.
+    beyond the vocabulary in the first window, B or T below 1, and shards none of which has a
+    window of B·T+1 tokens.
     """
 
     def __init__(self, pattern: str, B: int, T: int, vocab_size: int) -> None:
@@ -62,49 +60,60 @@ class TokenLoader:
             raise UserError(f"a batch of B={B} by T={T} tokens; expected both to be at least 1")
         self.B, self.T = B, T
         self.paths = find_shards(pattern)
-        self._shards = [read_shard(path) for path in self.paths]
-        self.num_tokens = sum(map(len, self._shards))
-        self.num_batches = sum((len(shard) - 1) // (B * T) for shard in self._shards)
+        self._lengths = [count_tokens(path) for path in self.paths]
+        self.num_tokens = sum(self._lengths)
+        self.num_batches = sum((length - 1) // (B * T) for length in self._lengths)
         if self.num_batches == 0:
             raise UserError(self._too_short())
-        for shard in self._shards:
-            check_vocabulary(shard, vocab_size)
-        self._position = Position(0, 0)
-
-    @property
-    def position(self) -> Position:
-        """Where the next window starts, to be given to seek by a run that goes on from here."""
-        return self._position
-
-    def seek(self, position: tuple[int, int]) -> None:
-        """Go on from a position. Raises UserError if these shards have no such place."""
-        shard, offset = position
-        if not (0 <= shard < len(self._shards) and 0 <= offset <= len(self._shards[shard])):
-            raise UserError(
-                f"data position is shard {shard}, token {offset:,}; the data has "
-                f"{len(self._shards)} shards, {self.num_tokens:,} tokens; "
-                "resume with the data the run was started with"
-            )
-        self._position = Position(shard, offset)
+        self._vocab_size = vocab_size
+        self._mapped: tuple[int, np.ndarray] | None = None
+        self.reset()
+        self.next_batch()
+        self.reset()
 
     def reset(self) -> None:
         """Go back to the first window."""
-        self._position = Position(0, 0)
+        self._shard, self._offset = 0, 0
 
     def next_batch(self) -> tuple[np.ndarray, np.ndarray]:
-        """Inputs and targets, each a new (B, T) int32 array."""
+        """Inputs and targets, each a new (B, T) int32 array.
+
+        Raises DataError for an id beyond the vocabulary, and for a shard that cannot be read any
+        more or is not what it was at the start.
+        """
         B, T = self.B, self.T
-        shard, offset = self._position
-        while offset + B * T + 1 > len(self._shards[shard]):
-            shard, offset = (shard + 1) % len(self._shards), 0
-        window = self._shards[shard][offset : offset + B * T + 1]
-        self._position = Position(shard, offset + B * T)
+        try:
+            window = self._next_window(B * T)
+        except UserError as error:
+            raise DataError(str(error)) from error
         inputs = np.array(window[:-1], np.int32).reshape(B, T)
         targets = np.array(window[1:], np.int32).reshape(B, T)
         return inputs, targets
 
+    def _next_window(self, step: int) -> np.ndarray:
+        """The next step+1 tokens of one shard, checked; the window after begins `step` further."""
+        while self._offset + step + 1 > self._lengths[self._shard]:
+            self._shard, self._offset = (self._shard + 1) % len(self.paths), 0
+        window = self._tokens_of(self._shard)[self._offset : self._offset + step + 1]
+        check_vocabulary(window, self._vocab_size, self.paths[self._shard], self._offset)
+        self._offset += step
+        return window
+
+    def _tokens_of(self, shard: int) -> np.ndarray:
+        """The tokens of a shard, (n,) uint16. One is mapped at a time: each is an open file."""
+        if self._mapped is None or self._mapped[0] != shard:
+            tokens = read_shard(self.paths[shard])
+            if len(tokens) != self._lengths[shard]:
+                raise UserError(
+                    f"{self.paths[shard]} has {len(tokens):,} tokens; it had "
+                    f"{self._lengths[shard]:,} when it was first looked at; "
+                    "leave the shards of a run alone until it ends"
+                )
+            self._mapped = shard, tokens
+        return self._mapped[1]
+
     def _too_short(self) -> str:
-        longest = max(map(len, self._shards))
+        longest = max(self._lengths)
         where = (
             self.paths[0] if len(self.paths) == 1 else f"the longest of {len(self.paths)} shards"
         )
@@ -123,7 +132,7 @@ class TokenLoader:
 class Prefetcher:
     """The batches of a loader, made ready by a background thread so that nobody waits for them.
 
-    loader    a TokenLoader; it belongs to the prefetcher until close
+    loader    a TokenLoader; from now on it belongs to the prefetcher
     prepare   applied to (inputs, targets) in the thread; its result is what next_batch returns
     depth     batches kept ready
 
@@ -139,40 +148,26 @@ class Prefetcher:
     ) -> None:
         self._loader = loader
         self._prepare = prepare or (lambda inputs, targets: (inputs, targets))
-        self._depth = depth
-        self._start()
-
-    @property
-    def position(self) -> Position:
-        """Where the window after the last batch handed out starts, however far ahead we read."""
-        return self._position
+        self._error: BaseException | None = None
+        self._stop = threading.Event()
+        self._ready: queue.Queue = queue.Queue(depth)
+        self._thread = threading.Thread(target=self._run, name="prefetch", daemon=True)
+        self._thread.start()
 
     def next_batch(self) -> Any:
         """The next batch, (inputs, targets) or what prepare made of them."""
         if self._error is None:
-            batch, position, self._error = self._ready.get()
+            batch, self._error = self._ready.get()
         if self._error is not None:
             raise self._error
-        self._position = position
         return batch
 
-    def seek(self, position: tuple[int, int]) -> None:
-        """Go on from a position; batches read ahead are dropped. Raises UserError as the loader."""
-        self.close()
-        self._loader.seek(position)
-        self._start()
-
-    def reset(self) -> None:
-        """Go back to the first window."""
-        self.seek((0, 0))
-
     def close(self) -> None:
-        """End the thread and put the loader where the consumer is. Can be called twice."""
+        """End the thread. Can be called twice."""
         self._stop.set()
         while not self._ready.empty():
             self._ready.get()
         self._thread.join()
-        self._loader.seek(self._position)
         self._error = self._error or RuntimeError("this Prefetcher is closed")
 
     def __enter__(self) -> "Prefetcher":
@@ -181,19 +176,10 @@ class Prefetcher:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _start(self) -> None:
-        self._position = self._loader.position
-        self._error: BaseException | None = None
-        self._stop = threading.Event()
-        self._ready: queue.Queue = queue.Queue(self._depth)
-        self._thread = threading.Thread(target=self._run, name="prefetch", daemon=True)
-        self._thread.start()
-
     def _run(self) -> None:
         while not self._stop.is_set():
             try:
-                batch = self._prepare(*self._loader.next_batch())
-                self._ready.put((batch, self._loader.position, None))
+                self._ready.put((self._prepare(*self._loader.next_batch()), None))
             except BaseException as error:
-                self._ready.put((None, None, error))
+                self._ready.put((None, error))
                 return

@@ -11,7 +11,7 @@ from typing import BinaryIO
 import numpy as np
 
 from numbagpt.errors import UserError
-from numbagpt.files import output_folder
+from numbagpt.files import explained, output_folder
 from numbagpt.shards import TOKEN, write_header
 
 MAX_SHARDS = 10**6  # their number has six digits
@@ -20,45 +20,56 @@ MAX_SHARDS = 10**6  # their number has six digits
 class ShardWriter:
     """Appends tokens to splits; a split is a row of files NAME_SPLIT_000000.bin, …000001.bin, ….
 
+    cannot_write   how the error begins where the system refuses something
+
     Attributes: num_tokens, {split: tokens written so far}.
     """
 
-    def __init__(self, folder: Path, name: str, shard_tokens: int) -> None:
+    def __init__(self, folder: Path, name: str, shard_tokens: int, cannot_write: str) -> None:
         self.num_tokens: dict[str, int] = {}
         self._folder, self._name, self._shard_tokens = folder, name, shard_tokens
+        self._cannot_write = cannot_write
         self._files: dict[str, BinaryIO] = {}
 
     def write(self, split: str, tokens: np.ndarray) -> None:
-        """Append token ids, (n,) uint16, to a split; a shard that is full is finished."""
-        while tokens.size:
-            written = self.num_tokens.get(split, 0)
-            index, held = divmod(written, self._shard_tokens)
-            if held == 0:
-                if index == MAX_SHARDS:
-                    raise UserError(
-                        f"more than {MAX_SHARDS:,} shards; expected at most that many, for their "
-                        "names to be in order; take a larger --shard_tokens"
-                    )
-                path = self._folder / f"{self._name}_{split}_{index:06d}.bin"
-                self._files[split] = open(path, "xb")  # noqa: SIM115  (finish or close)
-                write_header(self._files[split], 0)
-            part = tokens[: self._shard_tokens - held]
-            self._files[split].write(np.ascontiguousarray(part, TOKEN).data)
-            self.num_tokens[split] = written + part.size
-            if held + part.size == self._shard_tokens:
-                self._finish(split, self._shard_tokens)
-            tokens = tokens[part.size :]
+        """Append token ids, (n,) uint16, to a split; a shard that is full is finished.
+
+        Raises UserError if they cannot be written, or there would be too many shards.
+        """
+        with explained(self._cannot_write):
+            while tokens.size:
+                written = self.num_tokens.get(split, 0)
+                index, held = divmod(written, self._shard_tokens)
+                if held == 0:
+                    self._begin(split, index)
+                part = tokens[: self._shard_tokens - held]
+                self._files[split].write(np.ascontiguousarray(part, TOKEN).data)
+                self.num_tokens[split] = written + part.size
+                if held + part.size == self._shard_tokens:
+                    self._finish(split, self._shard_tokens)
+                tokens = tokens[part.size :]
 
     def finish(self) -> None:
-        """Finish the shards that are not full."""
-        for split in list(self._files):
-            self._finish(split, self.num_tokens[split] % self._shard_tokens)
+        """Finish the shards that are not full. Raises UserError if that cannot be written."""
+        with explained(self._cannot_write):
+            for split in list(self._files):
+                self._finish(split, self.num_tokens[split] % self._shard_tokens)
 
     def close(self) -> None:
         """Close what is open without finishing it."""
         for file in self._files.values():
             with contextlib.suppress(OSError):
                 file.close()
+
+    def _begin(self, split: str, index: int) -> None:
+        if index == MAX_SHARDS:
+            raise UserError(
+                f"more than {MAX_SHARDS:,} shards; expected at most that many, for their "
+                "names to be in order; take a larger --shard_tokens"
+            )
+        path = self._folder / f"{self._name}_{split}_{index:06d}.bin"
+        self._files[split] = open(path, "xb")  # noqa: SIM115  (finish or close)
+        write_header(self._files[split], 0)
 
     def _finish(self, split: str, held: int) -> None:
         file = self._files[split]
@@ -80,29 +91,35 @@ def open_shards(
     overwrite      replace the shards of that name that are there, instead of refusing
 
     The shards grow in a hidden folder inside `folder`, which is made if it is missing. If the block
-    raises, KeyboardInterrupt included, everything is as it was.
+    raises or the shards cannot take their places, KeyboardInterrupt included, everything is as it
+    was.
 
-    Raises UserError if shards of that name exist, the folder cannot be written, the disk is full.
+    Raises UserError if shards of that name exist, something else has the name of one, the folder
+    cannot be written, the disk is full. What the block raises stays what it is.
     """
-    try:
-        with output_folder(folder):
+    cannot_write = f"cannot write to folder {folder}"
+    with output_folder(folder):
+        with explained(cannot_write):
             _find_old(name, folder, overwrite)
-            with tempfile.TemporaryDirectory(".tmp", f".{name}.", folder) as hidden:
-                writer = ShardWriter(Path(hidden), name, shard_tokens)
-                try:
-                    yield writer
-                    writer.finish()
-                finally:
-                    writer.close()
+            temporary = tempfile.TemporaryDirectory(".tmp", f".{name}.", folder)
+        with temporary as hidden:
+            writer = ShardWriter(Path(hidden), name, shard_tokens, cannot_write)
+            try:
+                yield writer
+                writer.finish()
+            finally:
+                writer.close()
+            with explained(cannot_write):
                 # Once more: another run may have written the same name in the meantime.
                 old = _find_old(name, folder, overwrite)
-                _move(sorted(Path(hidden).iterdir()), folder, old)
-    except OSError as error:
-        raise UserError(f"cannot write to folder {folder}: {error.strerror}") from error
+                _replace(old, Path(hidden), folder)
 
 
 def _find_old(name: str, folder: Path, overwrite: bool) -> list[Path]:
-    """The shards of that name in the folder; UserError if there are some and they are to stay."""
+    """The shards of that name in the folder.
+
+    Raises UserError if there are some and they are to stay, or one is not a file.
+    """
     ours = re.compile(re.escape(name) + r"_(train|val)_\d{6}\.bin")
     old = sorted(path for path in folder.iterdir() if ours.fullmatch(path.name))
     if old and not overwrite:
@@ -110,18 +127,33 @@ def _find_old(name: str, folder: Path, overwrite: bool) -> list[Path]:
             f"{folder} already has {old[0].name}; expected no shards of that name; "
             "choose another with --name, or replace them with --overwrite"
         )
+    for path in old:
+        if not path.is_file():
+            raise UserError(
+                f"cannot overwrite {path}: it is not a regular file; "
+                "move it away, or choose another name with --name"
+            )
     return old
 
 
-def _move(files: list[Path], folder: Path, old: list[Path]) -> None:
-    """Move files into the folder, over the old ones, and remove old ones that are left."""
-    new = [folder / file.name for file in files]
-    try:
-        for file, path in zip(files, new, strict=True):
-            os.replace(file, path)
-    except BaseException:
-        for path in new:
-            path.unlink(missing_ok=True)
-        raise
-    for path in set(old) - set(new):
-        path.unlink()
+def _replace(old: list[Path], hidden: Path, folder: Path) -> None:
+    """Move the hidden folder's files to `folder`, after the old ones have gone the other way.
+
+    If that is not possible or is interrupted, all moves are undone.
+    """
+    new = sorted(hidden.iterdir())
+    aside = hidden / "old"
+    aside.mkdir()
+    moves = [(path, aside / path.name) for path in old]
+    moves += [(path, folder / path.name) for path in new]
+    with contextlib.ExitStack() as undo:
+        for source, target in moves:
+            # noted before the move, for Ctrl-C may come right after it
+            undo.callback(_move_back, target, source)
+            os.rename(source, target)
+        undo.pop_all()
+
+
+def _move_back(target: Path, source: Path) -> None:
+    if not os.path.lexists(source):
+        os.rename(target, source)

@@ -10,31 +10,26 @@ its size does not matter.
 import codecs
 import os
 import struct
-from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
 
+from numbagpt.config import VOCAB_SIZE
 from numbagpt.errors import UserError
-from numbagpt.files import atomic_write, file_size, read_bytes
+from numbagpt.files import atomic_write, file_size, read_bytes, shell_path
+from numbagpt.magics import FILE_OF_MAGIC, SHARD_MAGIC
 
-MAGIC = 20240520
 VERSION = 1
 HEADER_BYTES = 1024
 TOKEN = np.dtype("<u2")
 MAX_TOKENS = 2**31 - 1
 
 _MAKE = "make shards from text with: python -m numbagpt.data INPUT --output_dir DIR"
-_FOREIGN = {
-    20240326: "it is a model checkpoint of llm.c",
-    20240327: "it is an optimizer state of llm.c",
-    20240801: "it holds Llama 3 tokens of llm.c",
-}
 
 
 def write_header(file: BinaryIO, num_tokens: int) -> None:
     """Write the 1024 bytes of header where the file stands."""
-    file.write(struct.pack("<3i", MAGIC, VERSION, num_tokens).ljust(HEADER_BYTES, b"\0"))
+    file.write(struct.pack("<3i", SHARD_MAGIC, VERSION, num_tokens).ljust(HEADER_BYTES, b"\0"))
 
 
 def write_shard(path: str | os.PathLike, tokens: np.ndarray) -> None:
@@ -54,8 +49,8 @@ def write_shard(path: str | os.PathLike, tokens: np.ndarray) -> None:
         file.write(np.ascontiguousarray(tokens, TOKEN).data)
 
 
-def read_shard(path: str | os.PathLike) -> np.memmap:
-    """Map the tokens of a shard, (n,) uint16 with n ≥ 1, read-only.
+def count_tokens(path: str | os.PathLike) -> int:
+    """The number of tokens of a shard, at least 1; what they are is not looked at.
 
     Raises UserError if the file cannot be read, is not a shard, or is not whole.
     """
@@ -65,7 +60,7 @@ def read_shard(path: str | os.PathLike) -> np.memmap:
     if size < 12:
         raise UserError(f"{path} is not a token shard: it has only {size} bytes; {_MAKE}")
     magic, version, num_tokens = struct.unpack("<3i", read_bytes(path, 12))
-    if magic != MAGIC:
+    if magic != SHARD_MAGIC:
         raise UserError(f"{path} is not a token shard: {_what_it_is(path, magic)}")
     if version != VERSION:
         raise UserError(f"{path} has shard version {version}; expected version {VERSION}; {_MAKE}")
@@ -87,44 +82,51 @@ def read_shard(path: str | os.PathLike) -> np.memmap:
         )
     if held == 0:
         raise UserError(f"{path} holds no tokens; {_MAKE}")
-    return np.memmap(path, TOKEN, mode="r", offset=HEADER_BYTES, shape=(held,))
+    return held
 
 
-def check_vocabulary(tokens: np.memmap, vocab_size: int) -> None:
-    """Read through a shard and raise UserError at its first id ≥ vocab_size, naming file and place.
+def read_shard(path: str | os.PathLike) -> np.memmap:
+    """Map the tokens of a shard, (n,) uint16 with n ≥ 1, read-only; the file stays open with it.
 
-    tokens   (n,) uint16, from read_shard
+    Raises UserError if the file cannot be read, is not a shard, or is not whole.
     """
-    if vocab_size > np.iinfo(TOKEN).max:
-        return
-    step = 2**22
-    for start in range(0, len(tokens), step):
-        chunk = tokens[start : start + step]
-        if chunk.max() >= vocab_size:
-            first = int(np.argmax(chunk >= vocab_size))
-            raise UserError(
-                f"{Path(tokens.filename)} has token id {chunk[first]} at position "
-                f"{start + first:,}; expected ids below the model's vocabulary of {vocab_size}; "
-                "use the tokenizer the model was made for"
-            )
+    shape = (count_tokens(path),)
+    return np.memmap(path, TOKEN, mode="r", offset=HEADER_BYTES, shape=shape)
+
+
+def check_vocabulary(
+    tokens: np.ndarray, vocab_size: int, path: str | os.PathLike, start: int
+) -> None:
+    """Raise UserError if an id is ≥ vocab_size, naming the file and the first such place.
+
+    tokens   (n,) uint16, n ≥ 1: those of the shard `path` from its token `start` on
+    """
+    if tokens.max() >= vocab_size:
+        first = int(np.argmax(tokens >= vocab_size))
+        raise UserError(
+            f"{path} has token id {tokens[first]} at position {start + first:,}; "
+            f"expected ids below the model's vocabulary of {vocab_size}; "
+            "use the tokenizer the model was made for"
+        )
 
 
 def _what_it_is(path: str | os.PathLike, magic: int) -> str:
     """Guess what a file without our magic is, and say what to do with it."""
-    if magic in _FOREIGN:
-        return f"{_FOREIGN[magic]} (magic {magic}); expected magic {MAGIC}; {_MAKE}"
+    if magic in FILE_OF_MAGIC:
+        return f"it is {FILE_OF_MAGIC[magic]}; expected magic {SHARD_MAGIC}; {_MAKE}"
     start = read_bytes(path, 2 * HEADER_BYTES)
     if _is_text(start):
-        return f"it is text; make a shard with: python -m numbagpt.data {path} --output_dir DIR"
+        command = f"python -m numbagpt.data {shell_path(path)} --output_dir DIR"
+        return f"it is text; make a shard with: {command}"
     for stored, maker in (("int32", "llm.c's first versions"), ("uint16", "nanoGPT")):
         ids = np.frombuffer(start[: len(start) // 4 * 4], np.dtype(stored).newbyteorder("<"))
         # Id 0 is "!": text is not full of it, foreign headers are.
-        if 0 <= ids.min() <= ids.max() < 50257 and 2 * np.count_nonzero(ids) > ids.size:
+        if 0 <= ids.min() <= ids.max() < VOCAB_SIZE and 2 * np.count_nonzero(ids) > ids.size:
             return (
                 f"it looks like bare {stored} tokens without a header, as {maker} wrote them; add "
                 f"one: numbagpt.shards.write_shard(NEW, numpy.fromfile({str(path)!r}, {stored!r}))"
             )
-    return f"it starts with {magic}; expected magic {MAGIC}; {_MAKE}"
+    return f"it starts with {magic}; expected magic {SHARD_MAGIC}; {_MAKE}"
 
 
 def _is_text(start: bytes) -> bool:

@@ -14,7 +14,7 @@ import numpy as np
 
 from numbagpt.cache import cache_dir
 from numbagpt.errors import UserError
-from numbagpt.files import atomic_write
+from numbagpt.files import atomic_write, read_bytes
 from numbagpt.tokenizer import END_OF_TEXT, encode_array
 
 NAME = "tinyshakespeare"
@@ -28,10 +28,11 @@ TIMEOUT_SECONDS = 20
 def load_text() -> str:
     """The text, from the cache or else from the network; what was fetched is cached.
 
-    Raises UserError if it can be had from neither, or is not the text we know.
+    Raises UserError if it can be had from neither, is not the text we know, or the cache cannot be
+    read or written.
     """
     path = cache_dir() / f"{NAME}.txt"
-    if path.is_file() and _is_it(data := path.read_bytes()):
+    if path.is_file() and _is_it(data := read_bytes(path)):
         return data.decode()
     by_hand = f"download it by hand, save it as {path} and run this again"
     try:

@@ -22,10 +22,10 @@ from pathlib import Path
 import numpy as np
 import tiktoken
 
+from numbagpt.config import VOCAB_SIZE
 from numbagpt.errors import UserError
 
-END_OF_TEXT = 50256
-VOCAB_SIZE = 50257
+END_OF_TEXT = VOCAB_SIZE - 1
 
 RANKS_PATH = Path(__file__).with_name("gpt2.tiktoken")
 RANKS_SHA256 = "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"

@@ -133,12 +133,14 @@ def test_the_result_depends_on_neither_workers_nor_pieces(corpus, tmp_path, monk
 
 
 @pytest.mark.parametrize("block", [10, 2**18])
-@pytest.mark.parametrize("name", ["book.txt", "book", "book.txt.gz"])
+@pytest.mark.parametrize("name", ["book.txt", "book", "book.txt.gz", "book.TXT.GZ"])
 def test_a_single_text_is_cut_after_a_line(tmp_path, monkeypatch, name, block):
     monkeypatch.setattr(documents, "BLOCK_BYTES", block)
     lines = [f"This is line {i}.\n" for i in range(100)]
     content = "".join(lines).encode()
-    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("gz") else content)
+    (tmp_path / name).write_bytes(
+        gzip.compress(content) if name.lower().endswith("gz") else content
+    )
     make(tmp_path / name, "--output_dir", tmp_path / "out", "--val_fraction", "0.25")
     train, val = (split_of(tmp_path / "out", split, "book") for split in ("train", "val"))
     assert train.count(EOT) == val.count(EOT) == 1
@@ -190,6 +192,15 @@ def test_what_it_says_works_for_any_name(corpus, tmp_path, capsys):
     assert find_shards(val) == [str(folder / "it's [x]?_val_000000.bin")]
 
 
+@pytest.mark.parametrize("folder", ["-x", "~x"])
+def test_what_it_says_works_for_a_folder_like_a_flag(corpus, tmp_path, monkeypatch, capsys, folder):
+    monkeypatch.chdir(tmp_path)
+    make(corpus[0], f"--output_dir={folder}", "--name", "set")
+    *_, train, _, val = shlex.split(capsys.readouterr().out.splitlines()[-1])
+    assert find_shards(train) == [f"./{folder}/set_train_000000.bin"]
+    assert find_shards(val) == [f"./{folder}/set_val_000000.bin"]
+
+
 def test_what_it_says_takes_no_other_data_set(corpus, tmp_path, capsys):
     for name in ("web", "web_train_x", "web_val_x"):
         make(corpus[0], "--output_dir", tmp_path / "out", "--name", name)
@@ -238,6 +249,17 @@ def test_bad_input_is_one_line_and_nothing_written(tmp_path, capsys, name, where
     inputs = [tmp_path / name] if alone else [tmp_path / "good.txt", tmp_path / name]
     arguments = ("--output_dir", tmp_path / where, "--shard_tokens", "50")
     assert expected in refuse(tmp_path, capsys, *inputs, *arguments)
+
+
+def test_an_input_that_disappears_is_the_input_that_cannot_be_read(tmp_path, monkeypatch, capsys):
+    (tmp_path / "a.txt").write_text("text\n" * 100)
+    files = [tmp_path / "a.txt", tmp_path / "gone.txt"]
+    monkeypatch.setattr(data, "find_files", lambda inputs: files)
+    gone = f"error: cannot read {tmp_path}/gone.txt: No such file or directory"
+    for size in (documents.file_size, lambda path: 0):  # before it is measured, and after
+        monkeypatch.setattr(data, "file_size", size)
+        message = refuse(tmp_path, capsys, *files, "--output_dir", tmp_path / "out")
+        assert message.startswith(gone)
 
 
 def test_an_output_folder_that_is_a_file(corpus, tmp_path, capsys):
@@ -327,7 +349,7 @@ def test_command_line_with_a_tilde(tmp_path, name):
     stem = name.rpartition("/")[2].removesuffix(".txt")
     environment = os.environ | {"HOME": str(tmp_path / "home")}
     for given, folder, printed in [
-        ("~nouser/x", "~nouser/x", "~nouser/x"),
+        ("~nouser/x", "~nouser/x", "./~nouser/x"),
         ("./~/x", "~/x", "./~/x"),
         ("~/x", "home/x", f"{tmp_path}/home/x"),
     ]:
@@ -468,6 +490,21 @@ def test_another_text_at_that_address_is_refused(network, tmp_path, monkeypatch,
     monkeypatch.setattr(tinyshakespeare, "SHA256", "0" * 64)
     message = refuse(tmp_path, capsys, "tinyshakespeare", "--output_dir", "out")
     assert f"bytes with sha256 {'0' * 64}; download it by hand" in message
+
+
+# A regular file to all appearances whose first byte cannot be read.
+UNREADABLE = "/proc/self/mem"
+
+
+@pytest.mark.skipif(not os.path.exists(UNREADABLE), reason=f"no {UNREADABLE}")
+def test_a_cached_copy_that_cannot_be_read_is_named(network, tmp_path, capsys):
+    (tmp_path / "cache").mkdir()
+    cached = tmp_path / "cache" / "tinyshakespeare.txt"
+    cached.symlink_to(UNREADABLE)
+    assert run_program(lambda: data.main(["tinyshakespeare", "--output_dir", "out"])) == 1
+    assert capsys.readouterr().err == f"error: cannot read {cached}: Input/output error\n"
+    assert not (tmp_path / "out").exists()
+    assert network == []
 
 
 @pytest.mark.parametrize("flags", [["--val_fraction", "0.1"], ["--val_documents", "3"]])

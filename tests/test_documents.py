@@ -1,9 +1,12 @@
 """Documents out of files: every character of them, in pieces, and every unreadable file named."""
 
+import errno
 import gzip
 import json
+import os
 import random
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -72,6 +75,44 @@ def test_a_text_file_is_one_document_as_it_is(tmp_path, suffix):
     assert read(write(tmp_path / f"README{suffix}", text)) == [text]
 
 
+@pytest.mark.parametrize(
+    "name", ["a.jsonl", "a.JSONL", "a.ndjson", "a.Json", "a.NDJSON.gz", "a.jsonl.GZ"]
+)
+def test_json_lines_under_any_of_their_names(tmp_path, name):
+    line = b'{"text": "one"}\n'
+    path = tmp_path / name
+    path.write_bytes(gzip.compress(line) if name.lower().endswith(".gz") else line)
+    assert find_files([str(path)]) == [path]
+    assert read(path) == ["one"]
+
+
+@pytest.mark.parametrize("name", ["dump", "a.jsonlines", "a.jsonl.bak", "dump.gz", "a.data.gz"])
+@pytest.mark.parametrize(
+    "line",
+    ['{"text": "one"}', ' {"body": "Ünï"}\n{"body": "two"}\n', '\ufeff{"text": ""}\r\n', "{}"],
+)
+def test_json_lines_under_another_name_are_not_taken_for_text(tmp_path, name, line):
+    path = write(tmp_path / name, line)
+    with pytest.raises(UserError) as error:
+        find_files([str(path)])
+    gz = ".gz" if name.endswith(".gz") else ""
+    assert str(error.value) == (
+        f"{path} would be read as text and its first line is a JSON object; rename it to end in "
+        f".jsonl{gz} for JSON Lines, in .txt{gz} for text"
+    )
+    renamed = path.rename(tmp_path / f"text.txt{gz}")
+    assert find_files([str(renamed)]) == [renamed]
+
+
+@pytest.mark.parametrize("name", ["README", "a.md", "a.md.gz"])
+@pytest.mark.parametrize(
+    "content", ["", "{", "{text}\n", '[{"text": 1}]', '{"text": "x"} and prose', "7\n", b"{\xff}"]
+)
+def test_text_under_any_name_is_text(tmp_path, name, content):
+    path = write(tmp_path / name, content)
+    assert find_files([str(path)]) == [path]
+
+
 @pytest.mark.parametrize("suffix", ["", ".gz"])
 def test_each_json_line_is_a_document(tmp_path, suffix):
     texts = ["one", "two\nlines", "", "é👍 \ud800", " "]
@@ -121,6 +162,16 @@ def test_advance_adds_up_to_the_size_of_the_file(tmp_path):
         assert min(steps) >= 0
 
 
+def test_what_advance_raises_is_not_taken_for_an_error_of_the_file(tmp_path):
+    def advance(count):
+        raise BrokenPipeError
+
+    for name in ("a.txt", "a.txt.gz"):
+        path = write(tmp_path / name, "text")
+        with pytest.raises(BrokenPipeError):
+            list(read_pieces(path, "text", advance))
+
+
 @pytest.mark.parametrize("block", [4, 2**18])
 @pytest.mark.parametrize("at", [0, 3, 8, 5000])
 @pytest.mark.parametrize("name", ["a.txt", "a.txt.gz", "a.jsonl"])
@@ -135,6 +186,12 @@ def test_bytes_that_are_not_utf8_are_placed(tmp_path, monkeypatch, name, at, blo
     assert "iconv" in message
     if name != "a.jsonl":
         assert f"at byte {at:,};" in refusal(write(tmp_path / name, good + b"\xc3"))
+
+
+def test_the_advice_for_other_encodings_can_be_pasted(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, pasted in (("-x.txt", "./-x.txt"), ("two words.txt", "'two words.txt'")):
+        assert refusal(write(Path(name), b"\xff")).endswith(f" -t UTF-8 {pasted}")
 
 
 @pytest.mark.parametrize(
@@ -185,17 +242,70 @@ def test_find_files(tmp_path):
         "b/f.md",
         "b/g.bin",
         "b/h.json",
+        "b/i.TXT",
+        "b/j.ndjson",
+        "b/k.JSONL.GZ",
         "z",
         "y.gz",
     ):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(b"")
-    walked = ["b/a.jsonl.gz", "b/c.txt", "b/d/e.txt.gz", "b/h.json"]
+    texts = ["b/c.txt", "b/d/e.txt.gz", "b/i.TXT"]
+    json_lines = ["b/a.jsonl.gz", "b/h.json", "b/j.ndjson", "b/k.JSONL.GZ"]
+    walked = sorted(texts + json_lines)
     inputs = ["z", "b", "b/f.md", "y.gz"]
     assert find_files([str(tmp_path / name) for name in inputs]) == [
         tmp_path / name for name in ("z", *walked, "b/f.md", "y.gz")
     ]
-    assert [is_json(tmp_path / name) for name in walked] == [True, False, False, True]
+    assert [name for name in walked if is_json(tmp_path / name)] == json_lines
+
+
+def test_links_to_folders_are_followed_and_each_is_read_once(tmp_path):
+    for name in ("in/b/one.txt", "elsewhere/two.txt", "elsewhere/deep/three.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(b"")
+    (tmp_path / "in" / "z").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "in" / "a").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "in" / "c").symlink_to("b")
+    (tmp_path / "elsewhere" / "deep" / "up").symlink_to(tmp_path / "in")
+    (tmp_path / "in" / "b" / "self").symlink_to(".")
+    walked = ["a/deep/three.txt", "a/two.txt", "b/one.txt"]
+    assert find_files([str(tmp_path / "in")]) == [tmp_path / "in" / name for name in walked]
+
+
+@pytest.mark.parametrize("name", ["in", "in/below"])
+def test_a_folder_that_cannot_be_read_is_named(tmp_path, monkeypatch, name):
+    write(tmp_path / "a.txt", "text")
+    (tmp_path / "in" / "below").mkdir(parents=True)
+    write(tmp_path / "in" / "a.txt", "text")
+    scandir = os.scandir
+
+    def refuse(folder):
+        if os.fspath(folder) == str(tmp_path / name):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
+        return scandir(folder)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(UserError) as error:
+        find_files([str(tmp_path / "a.txt"), str(tmp_path / "in")])
+    assert str(error.value) == f"cannot read folder {tmp_path / name}: Permission denied"
+
+
+def test_what_is_not_a_file_is_refused_in_a_folder_too(tmp_path):
+    write(tmp_path / "a.txt", "text")
+    odd = tmp_path / "b.txt"
+    os.mkfifo(tmp_path / "pipe")
+    os.mkfifo(odd)
+    for inputs in ([odd], [tmp_path]):
+        with pytest.raises(UserError, match=r"cannot read .*b\.txt: it is not a regular file$"):
+            find_files(list(map(str, inputs)))
+    odd.unlink()
+    odd.symlink_to("none")
+    for inputs in ([odd], [tmp_path]):
+        with pytest.raises(UserError, match=r"cannot read .*b\.txt: No such file or directory;"):
+            find_files(list(map(str, inputs)))
+    odd.unlink()
+    assert find_files([str(tmp_path)]) == [tmp_path / "a.txt"]  # what has another name is let be
 
 
 def test_inputs_that_are_not_there_are_refused(tmp_path):
@@ -203,5 +313,5 @@ def test_inputs_that_are_not_there_are_refused(tmp_path):
     (tmp_path / "empty" / "a.bin").write_bytes(b"")
     with pytest.raises(UserError, match=r"none\.txt: No such file or directory; check the path"):
         find_files([str(tmp_path / "none.txt")])
-    with pytest.raises(UserError, match=r"empty has no \.txt, "):
+    with pytest.raises(UserError, match=r"empty has no .* \.txt, \.jsonl, \.ndjson, \.json, or "):
         find_files([str(tmp_path / "empty")])

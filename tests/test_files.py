@@ -24,6 +24,7 @@ from numbagpt.files import (
     no_empty_folders,
     read_bytes,
     read_floats,
+    shell_path,
 )
 
 
@@ -359,3 +360,14 @@ def test_read_floats_from_a_file_that_ends_too_early(tmp_path):
         read_floats(path, "float32", (5,), 0)
     with pytest.raises(UserError, match="No such file"):
         read_floats(tmp_path / "missing", "float32", (5,), 0)
+
+
+@pytest.mark.parametrize(
+    "name", ["a.bin", "-x", "~root", "-", "two words", "it's", "./-x", "$HOME"]
+)
+def test_a_path_in_a_command_is_one_argument_and_that_path(tmp_path, name):
+    command = f"printf '%s\n' {shell_path(name)}"
+    printed = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=True)
+    argument = printed.stdout.removesuffix("\n")
+    assert os.path.normpath(argument) == os.path.normpath(name)
+    assert argument[0] not in "-~"

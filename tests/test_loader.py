@@ -1,12 +1,14 @@
 """Batches against windows cut by hand from the tokens that were written."""
 
+import os
+import resource
 import threading
 
 import numpy as np
 import pytest
 
 from numbagpt.errors import UserError
-from numbagpt.loader import Position, Prefetcher, TokenLoader, find_shards
+from numbagpt.loader import Prefetcher, TokenLoader, find_shards
 from numbagpt.shards import write_shard
 
 V = 50257
@@ -71,26 +73,14 @@ def test_batches_do_not_share_memory(tmp_path):
     assert_batch(loader.next_batch(), next(windows(shards, 2, 4)))
 
 
-def test_seek_resumes_exactly_where_another_loader_was(tmp_path):
-    random_shards(tmp_path, 50, 60, 33)
-    first, second = (TokenLoader(str(tmp_path / "*.bin"), 2, 5, V) for _ in range(2))
-    assert first.position == Position(0, 0)
-    for _ in range(2 * first.num_batches):
-        second.seek(list(first.position))
-        expected = first.next_batch()
-        np.testing.assert_array_equal(second.next_batch(), expected)
-        assert second.position == first.position
-    assert len(first.position) == 2
-
-
-@pytest.mark.parametrize("position", [(2, 0), (-1, 0), (0, 51), (0, -1)])
-def test_seek_outside_the_data_is_refused(tmp_path, position):
-    random_shards(tmp_path, 50, 60)
-    loader = TokenLoader(str(tmp_path / "*.bin"), 1, 5, V)
-    loader.next_batch()
-    with pytest.raises(UserError, match=r"2 shards, 110 tokens; resume with the data"):
-        loader.seek(position)
-    assert loader.position == (0, 5)
+def test_reset_goes_back_to_the_first_window_from_any_shard(tmp_path):
+    shards = random_shards(tmp_path, 30, 20)
+    loader = TokenLoader(str(tmp_path / "*.bin"), 2, 4, V)
+    for count in range(2 * loader.num_batches):
+        for _ in range(count):
+            loader.next_batch()
+        loader.reset()
+        assert_batch(loader.next_batch(), next(windows(shards, 2, 4)))
 
 
 def test_patterns(tmp_path, monkeypatch):
@@ -117,9 +107,21 @@ def test_a_pattern_that_matches_nothing_is_refused(tmp_path, monkeypatch, patter
         TokenLoader(pattern, 1, 1, V)
 
 
-def test_a_folder_is_refused_with_a_pattern(tmp_path):
-    with pytest.raises(UserError, match=r"is a folder; .*_train_\?{6}\.bin"):
-        TokenLoader(str(tmp_path), 1, 1, V)
+@pytest.mark.parametrize(
+    ("folder", "quoted"),
+    [
+        ("data", "'data/*_train_??????.bin'"),
+        ("-x", "'./-x/*_train_??????.bin'"),
+        ("[1]", "'[[]1]/*_train_??????.bin'"),
+    ],
+)
+def test_a_folder_is_refused_with_a_pattern(tmp_path, monkeypatch, folder, quoted):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / folder).mkdir()
+    with pytest.raises(UserError) as error:
+        TokenLoader(folder, 1, 1, V)
+    expected = "is a folder; expected a .bin file or a pattern; quote a pattern such as"
+    assert str(error.value) == f"{folder} {expected} {quoted}"
 
 
 @pytest.mark.parametrize(
@@ -153,15 +155,62 @@ def test_an_empty_batch_is_refused(tmp_path, B, T):
         TokenLoader(str(tmp_path / "*.bin"), B, T, V)
 
 
-def test_every_shard_is_checked_before_the_first_batch(tmp_path):
-    write_shard(tmp_path / "s0.bin", np.arange(100))
-    write_shard(tmp_path / "s1.bin", np.array([1, 2, 100, 3]))
-    with pytest.raises(UserError, match=r"s1\.bin has token id 100 at position 2;"):
-        TokenLoader(str(tmp_path / "*.bin"), 1, 2, 100)
-    TokenLoader(str(tmp_path / "*.bin"), 1, 2, 101)
+def test_more_shards_than_files_may_be_open(tmp_path):
+    shards = random_shards(tmp_path, *[9] * 60)
+    order = sorted(range(60), key=lambda i: f"s{i}.bin")
+    already_open = len(os.listdir("/dev/fd"))
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (already_open + 20, limits[1]))
+    try:
+        loader = TokenLoader(str(tmp_path / "*.bin"), 2, 4, V)
+        assert loader.num_batches == 60
+        for _ in range(2):
+            for window in windows([shards[i] for i in order], 2, 4):
+                assert_batch(loader.next_batch(), window)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_a_shard_that_changes_in_mid_run_is_refused(tmp_path):
+    random_shards(tmp_path, 9, 9)
+    loader = TokenLoader(str(tmp_path / "*.bin"), 2, 4, V)
+    loader.next_batch()
+    write_shard(tmp_path / "s1.bin", np.arange(8))
+    with pytest.raises(UserError, match=r"s1\.bin has 8 tokens; it had 9 when"):
+        loader.next_batch()
+    (tmp_path / "s1.bin").unlink()
+    with pytest.raises(UserError, match=r"cannot read .*s1\.bin: No such file"):
+        loader.next_batch()
+
+
+def test_every_file_is_checked_before_the_first_batch(tmp_path):
+    random_shards(tmp_path, 10, 10)
     (tmp_path / "s2.bin").write_bytes(b"no shard")
     with pytest.raises(UserError, match=r"s2\.bin"):
-        TokenLoader(str(tmp_path / "*.bin"), 1, 2, 101)
+        TokenLoader(str(tmp_path / "*.bin"), 1, 2, V)
+
+
+def test_an_id_beyond_the_vocabulary_in_the_first_window_is_refused_at_the_start(tmp_path):
+    write_shard(tmp_path / "s0.bin", np.array([1, 2, 3, 100, 4, 5, 6]))
+    write_shard(tmp_path / "s1.bin", np.arange(20))
+    for T in (3, 5):  # it is the last target, it is in the middle
+        with pytest.raises(UserError, match=r"s0\.bin has token id 100 at position 3;"):
+            TokenLoader(str(tmp_path / "*.bin"), 1, T, 100)
+    TokenLoader(str(tmp_path / "*.bin"), 1, 3, 101)
+    TokenLoader(str(tmp_path / "*.bin"), 1, 2, 100)  # in the second window
+    TokenLoader(str(tmp_path / "*.bin"), 1, 10, 100)  # in a shard without a window
+
+
+def test_an_id_beyond_the_vocabulary_further_on_is_refused_when_it_is_read(tmp_path):
+    write_shard(tmp_path / "s0.bin", np.arange(9))
+    write_shard(tmp_path / "s1.bin", np.array([*range(12), 100, 200, 5, 300]))
+    loader = TokenLoader(str(tmp_path / "*.bin"), 2, 2, 100)
+    for first in (0, 4, 0, 4):
+        inputs, _ = loader.next_batch()
+        assert inputs.tolist() == [[first, first + 1], [first + 2, first + 3]]
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"s1\.bin has token id 100 at position 12;"):
+            loader.next_batch()
 
 
 # --- Prefetcher ---
@@ -174,13 +223,11 @@ def both(tmp_path, **options):
 
 
 @pytest.mark.parametrize("depth", [1, 2, 7])
-def test_prefetched_batches_and_positions_are_the_loaders(tmp_path, depth):
+def test_prefetched_batches_are_the_loaders(tmp_path, depth):
     plain, prefetcher = both(tmp_path, depth=depth)
     with prefetcher:
         for _ in range(3 * plain.num_batches):
-            assert prefetcher.position == plain.position
             np.testing.assert_array_equal(prefetcher.next_batch(), plain.next_batch())
-        assert prefetcher.position == plain.position
 
 
 def test_prepare_runs_in_the_thread_once_per_batch(tmp_path):
@@ -216,18 +263,6 @@ def test_batches_are_ready_before_they_are_asked_for(tmp_path):
         assert not made.acquire(timeout=0.1)
 
 
-def test_seek_and_reset_drop_what_was_read_ahead(tmp_path):
-    plain, prefetcher = both(tmp_path)
-    with prefetcher:
-        for _ in range(4):
-            prefetcher.next_batch()
-        prefetcher.reset()
-        np.testing.assert_array_equal(prefetcher.next_batch(), plain.next_batch())
-        plain.seek((1, 10))
-        prefetcher.seek((1, 10))
-        np.testing.assert_array_equal(prefetcher.next_batch(), plain.next_batch())
-
-
 def test_an_error_in_the_thread_is_raised_after_the_batches_before_it(tmp_path):
     calls = iter([True, True, False])
 
@@ -243,20 +278,17 @@ def test_an_error_in_the_thread_is_raised_after_the_batches_before_it(tmp_path):
         for _ in range(2):
             with pytest.raises(UserError, match="third batch"):
                 prefetcher.next_batch()
-        assert prefetcher.position == plain.position
 
 
-def test_close_ends_the_thread_and_hands_the_loader_back(tmp_path):
-    plain, prefetcher = both(tmp_path, depth=1)
+def test_close_ends_the_thread(tmp_path):
+    _, prefetcher = both(tmp_path, depth=1)
     before = threading.active_count()
-    prefetcher.next_batch(), plain.next_batch()
+    prefetcher.next_batch()
     prefetcher.close()
     prefetcher.close()
     assert threading.active_count() == before - 1
     with pytest.raises(RuntimeError, match="closed"):
         prefetcher.next_batch()
-    with Prefetcher(prefetcher._loader) as again:
-        np.testing.assert_array_equal(again.next_batch(), plain.next_batch())
 
 
 def test_many_short_lives_leave_no_thread(tmp_path):

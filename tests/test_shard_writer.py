@@ -1,6 +1,7 @@
 """Rows of shards: exact contents, and all of them or none."""
 
 import errno
+import itertools
 import os
 
 import numpy as np
@@ -49,7 +50,7 @@ def test_shards_hold_the_tokens_in_order(tmp_path, shard_tokens, step):
     assert all(path.name.startswith("set_val_") for path in tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+@pytest.mark.parametrize("error", [ValueError, OSError, KeyboardInterrupt])
 @pytest.mark.parametrize("folder", ["there", "a/b/c"])
 def test_an_error_leaves_everything_as_it_was(tmp_path, error, folder):
     (tmp_path / "there").mkdir()
@@ -114,18 +115,73 @@ def test_a_full_disk_leaves_everything_as_it_was(tmp_path, monkeypatch):
     assert tree(tmp_path) == {}
 
 
-def test_a_move_that_fails_is_undone(tmp_path, monkeypatch):
-    replace = os.replace
+def write_and_fail_at_move(folder, monkeypatch, n, error, after):
+    """Replace all shards by 1 train and 2 val shards; before or after the n-th move it fails."""
+    rename, calls = os.rename, itertools.count(1)
 
-    def fail_at_the_second(source, target):
-        if "000001" in str(target):
-            raise KeyboardInterrupt
-        replace(source, target)
+    def fail_once(source, target):
+        fails = next(calls) == n
+        if not fails or after:
+            rename(source, target)
+        if fails:
+            raise error
 
-    monkeypatch.setattr(shard_writer.os, "replace", fail_at_the_second)
-    with pytest.raises(KeyboardInterrupt), open_shards(tmp_path / "new", "set", 10) as writer:
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", fail_once)
+        with open_shards(folder, "set", 10, overwrite=True) as writer:
+            writer.write("train", np.ones(10, np.uint16))
+            writer.write("val", np.ones(15, np.uint16))
+    return next(calls) - 1
+
+
+REFUSED = PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before the move", "after the move"])
+@pytest.mark.parametrize(
+    ("error", "raised"), [(REFUSED, UserError), (KeyboardInterrupt, KeyboardInterrupt)]
+)
+@pytest.mark.parametrize("folder", ["new", "there"])
+def test_moves_are_undone(tmp_path, monkeypatch, error, raised, after, folder):
+    there = tmp_path / "there"
+    with open_shards(there, "set", 10) as writer:
         writer.write("train", np.zeros(25, np.uint16))
-    assert tree(tmp_path) == {}
+        writer.write("val", np.zeros(5, np.uint16))
+    (there / "set_train_000003.bin").symlink_to("set_train_000000.bin")
+    before = tree(tmp_path)
+    moves = 3 + (5 if folder == "there" else 0)
+    for n in range(1, moves + 1):
+        with pytest.raises(raised):
+            write_and_fail_at_move(tmp_path / folder, monkeypatch, n, error, after)
+        assert tree(tmp_path) == before
+        assert (there / "set_train_000003.bin").is_symlink()
+    assert write_and_fail_at_move(tmp_path / folder, monkeypatch, 0, error, after) == moves
+    names = ["set_train_000000.bin", "set_val_000000.bin", "set_val_000001.bin"]
+    assert sorted(tree(tmp_path / folder)) == names
+
+
+def replace_while_a_folder_appears(shard):
+    with open_shards(shard.parent, "set", 10, overwrite=True) as writer:
+        writer.write("train", np.ones(25, np.uint16))
+        shard.unlink()
+        shard.mkdir()
+
+
+def test_what_is_not_a_file_is_not_overwritten(tmp_path):
+    with open_shards(tmp_path, "set", 10) as writer:
+        writer.write("train", np.zeros(25, np.uint16))
+    shard = tmp_path / "set_train_000001.bin"
+    expected = rf"cannot overwrite {shard}: it is not a regular file; .*--name"
+    after = tree(tmp_path) | {shard.name: None}
+    with pytest.raises(UserError, match=expected):
+        replace_while_a_folder_appears(shard)
+    assert tree(tmp_path) == after
+    with (
+        pytest.raises(UserError, match=expected),
+        open_shards(tmp_path, "set", 10, overwrite=True),
+    ):
+        pytest.fail("it must be refused before the work begins")
+    assert tree(tmp_path) == after
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path):

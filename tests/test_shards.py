@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from numbagpt.errors import UserError
-from numbagpt.shards import check_vocabulary, read_shard, write_shard
+from numbagpt.shards import check_vocabulary, count_tokens, read_shard, write_shard
 
 MAGIC = 20240520
 
@@ -40,6 +40,7 @@ def test_the_bytes_of_a_shard(tmp_path):
 def test_round_trip(tmp_path, dtype, count):
     tokens = np.random.default_rng(count).integers(0, 2**15, count).astype(dtype)
     write_shard(tmp_path / "a.bin", tokens)
+    assert count_tokens(tmp_path / "a.bin") == count
     read = read_shard(tmp_path / "a.bin")
     assert isinstance(read, np.memmap)
     assert read.dtype == np.uint16
@@ -69,12 +70,10 @@ BAD_FILES = {
     "empty": (b"", "is empty; expected a token shard; make shards from text with"),
     "tiny": (b"\1\2\3", "it has only 3 bytes"),
     "other magic": (header(12345678, 1, 2) + b"abcd", "starts with 12345678; expected magic"),
-    "model": (header(20240326, 3, 1024), "a model checkpoint of llm.c.*expected magic 20240520"),
-    "optimizer": (header(20240327, 1), "an optimizer state of llm.c"),
-    "llama": (header(20240801, 7, 1) + b"abcd", "Llama 3 tokens"),
     "text": ("Ünïcödé prose, ".encode() * 200, r"it is text; .*numbagpt\.data .*bad\.bin --output"),
     "bare int32": (TOKENS.astype("<i4").tobytes(), r"bare int32 tokens.*first.*'int32'\)\)"),
     "bare uint16": (TOKENS.astype("<u2").tobytes(), r"bare uint16 tokens.*nanoGPT.*'uint16'\)\)"),
+    "too large for bare int32": (np.array([50257, *range(900)], "<i4").tobytes(), "with 50257;"),
     "noise": (np.random.default_rng(0).bytes(5000), "starts with -?[0-9]+; expected magic"),
     "version": (header(MAGIC, 2, 2) + b"abcd", "version 2; expected version 1; make"),
     "half a header": (header(MAGIC, 1, 2)[:500], "inside its header, at byte 500 of 1024"),
@@ -92,6 +91,13 @@ def test_a_bad_file_is_refused(tmp_path, case):
     path = tmp_path / "bad.bin"
     path.write_bytes(content)
     assert re.search(expected, refusal(path))
+
+
+def test_the_advice_for_text_can_be_pasted(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, pasted in (("-x.bin", "./-x.bin"), ("two words.bin", "'two words.bin'")):
+        (tmp_path / name).write_text("Prose. " * 200)
+        assert f"python -m numbagpt.data {pasted} --output_dir DIR" in refusal(name)
 
 
 def test_text_cut_inside_a_character_is_still_text(tmp_path):
@@ -120,22 +126,23 @@ def test_the_advice_for_bare_tokens_works(tmp_path):
     np.testing.assert_array_equal(read_shard(new), TOKENS)
 
 
-@pytest.mark.parametrize("position", [0, 7, 2**22 - 1, 2**22, 2**22 + 5])
-def test_the_first_id_beyond_the_vocabulary_is_named(tmp_path, position):
-    tokens = np.full(2**22 + 6, 99, np.uint16)
-    tokens[position:] = 100
-    write_shard(tmp_path / "a.bin", tokens)
-    shard = read_shard(tmp_path / "a.bin")
-    check_vocabulary(shard, 101)
+@pytest.mark.parametrize("first", [0, 7, 99])
+@pytest.mark.parametrize("start", [0, 5000])
+def test_the_first_id_beyond_the_vocabulary_is_named(first, start):
+    tokens = np.full(100, 99, np.uint16)
+    tokens[first:] = 100
+    check_vocabulary(tokens, 101, "a.bin", start)
     with pytest.raises(UserError) as error:
-        check_vocabulary(shard, 100)
-    assert f"{tmp_path / 'a.bin'} has token id 100 at position {position:,};" in str(error.value)
-    assert "vocabulary of 100" in str(error.value)
+        check_vocabulary(tokens, 100, "a.bin", start)
+    assert str(error.value) == (
+        f"a.bin has token id 100 at position {start + first:,}; expected ids below the model's "
+        "vocabulary of 100; use the tokenizer the model was made for"
+    )
 
 
-def test_no_16_bit_id_is_beyond_a_vocabulary_of_65536(tmp_path):
-    write_shard(tmp_path / "a.bin", np.array([65535]))
-    shard = read_shard(tmp_path / "a.bin")
-    check_vocabulary(shard, 65536)
+def test_no_16_bit_id_is_beyond_a_vocabulary_of_65536():
+    tokens = np.array([65535], np.uint16)
+    for vocab_size in (65536, 2**31):
+        check_vocabulary(tokens, vocab_size, "a.bin", 0)
     with pytest.raises(UserError, match="token id 65535"):
-        check_vocabulary(shard, 65535)
+        check_vocabulary(tokens, 65535, "a.bin", 0)

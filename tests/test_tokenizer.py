@@ -82,6 +82,7 @@ def test_every_id_stands_for_its_bytes(ranks):
     assert sorted(bytes_of) == list(range(50256))
     for i in range(50256):
         assert tokenizer.token_bytes(i) == bytes_of[i]
+    assert tokenizer.END_OF_TEXT == 50256
     assert tokenizer.token_bytes(50256) == b"<|endoftext|>"
 
 

@@ -17,10 +17,11 @@ from numbagpt import checkpoint, cli, metrics, sampling
 from numbagpt.checkpoint import read_model
 from numbagpt.config import PRESETS
 from numbagpt.device import HostDevice
-from numbagpt.errors import UserError
+from numbagpt.errors import DataError, UserError
 from numbagpt.loader import Prefetcher
 from numbagpt.memory import MemoryPlan
 from numbagpt.schedule import learning_rate_at
+from numbagpt.shards import write_shard
 from numbagpt.training import Trainer
 
 
@@ -269,6 +270,43 @@ def test_a_run_that_blows_up_stops_and_names_the_last_checkpoint(flags, tmp_path
         )
     last = checkpoints(tmp_path / "run")[-1]
     assert re.match(rf"the .* of step \d+ is (nan|inf); .*{last}", str(error.value))
+
+
+def bad_shard(folder):
+    """Tokens of which the third batch of 16 has one that is beyond the vocabulary of 60."""
+    tokens = np.arange(200) % 60
+    tokens[40] = 60
+    write_shard(folder / "bad.bin", tokens)
+    return folder / "bad.bin"
+
+
+def test_a_bad_token_further_on_ends_the_run_when_it_is_reached(flags, tmp_path):
+    data = bad_shard(tmp_path)
+    ended = run("train.py", *flags(input_bin=data), cwd=tmp_path)
+    assert ended.returncode == 1
+    assert ended.stderr == (
+        f"error: {tmp_path}/bad.bin has token id 60 at position 40; expected ids below the model's "
+        "vocabulary of 60; use the tokenizer the model was made for\n"
+    )
+    assert re.findall(r"^step (\d)/4", ended.stdout, re.MULTILINE) == ["1", "2"]
+    last = tmp_path / "run" / "model_00000002.bin"
+    assert ended.stdout.endswith(f"wrote {last}\ninterrupted after step 2\n")
+    # The prefetcher meets it as well in a run of two steps, which does not need it.
+    assert train.main(flags(input_bin=data, num_iterations=2)) == 0
+
+
+def test_bad_validation_data_at_the_end_does_not_cost_the_weights(flags, tmp_path, capsys):
+    data = bad_shard(tmp_path)
+    with pytest.raises(DataError, match=r"bad\.bin has token id 60 at position 40;"):
+        train.main(flags(input_val_bin=data, val_loss_every=0))
+    assert capsys.readouterr().out.endswith("interrupted after step 4\n")
+    assert checkpoints(tmp_path / "run") == ["model_00000004.bin"]
+
+
+def test_bad_validation_data_at_the_start_leaves_nothing(flags, tmp_path):
+    with pytest.raises(DataError, match="token id 60 at position 40"):
+        train.main(flags(input_val_bin=bad_shard(tmp_path)))
+    assert not (tmp_path / "run").exists()
 
 
 def test_the_command_it_prints_works_for_any_folder(flags, tmp_path, capsys):
