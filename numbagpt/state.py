@@ -135,13 +135,15 @@ class ModelState:
         free = self.device.free_memory()
         if free is None or self.plan.total <= free:
             return
-        fits = self.plan.largest_batch(free)
-        advice = f"the largest batch size that fits is {fits}" if fits else "not even B=1 fits"
-        raise UserError(
+        needs = (
             f"B={self.B}, T={self.T} needs {self.plan.total / MIB:,.0f} MiB and "
-            f"{free / MIB:,.0f} MiB are free: {advice}"
-            + ("" if fits else "; shorten the sequence or choose a smaller model")
+            f"{free / MIB:,.0f} MiB are free: "
         )
+        if not self.training:  # B is 1 and T the model's context
+            raise UserError(f"{needs}choose a smaller model, or end what else takes memory")
+        if fits := self.plan.largest_batch(free):
+            raise UserError(f"{needs}the largest batch size that fits is {fits}")
+        raise UserError(f"{needs}not even B=1 fits; shorten the sequence or choose a smaller model")
 
     def _select(self, b: int, t: int) -> None:
         """Lay the activations' views out for batches of (b, t) tokens, b <= B and t <= T."""
