@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import errno
 import os
 import signal
 import sys
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 DEFAULT_OUTPUT_DIR = "out"
 INTERRUPTED = 130  # what a shell reports for a program that Ctrl-C ended: 128 + SIGINT
 LARGEST_INT = 10**38  # of a flag: its products still fit a float
+# What is answered to a write where no more can be written; the rest speaks for itself.
+CANNOT_WRITE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF, errno.ECONNRESET}
 
 Item = TypeVar("Item")
 
@@ -266,11 +269,13 @@ def run_program(program: Callable[[], int]) -> int:
         _discard_output()
         return 1
     except OSError as error:
+        reason = error.strerror or error
         if error.filename is not None:
-            print(f"error: cannot use {error.filename}: {error.strerror}", file=sys.stderr)
-            return 1
-        _discard_output()
-        print(f"error: cannot write the output: {error.strerror or error}", file=sys.stderr)
+            reason = f"cannot use {error.filename}: {reason}"
+        elif error.errno in CANNOT_WRITE:
+            _discard_output()
+            reason = f"cannot write the output: {reason}"
+        print(f"error: {reason}", file=sys.stderr)
         return 1
 
 

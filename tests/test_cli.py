@@ -1,5 +1,6 @@
-"""How the programs answer Ctrl-C, and flags whose value looks like a flag."""
+"""How the programs answer Ctrl-C and the system's refusals, and values that look like flags."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -95,3 +96,24 @@ def test_a_value_that_looks_like_a_flag(capsys):
         "with - (--help lists the flags)\n"
     )
     assert parser.parse_args(["--prompt=-x"]).prompt == "-x"
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (OSError(errno.ENOSPC, "No space left"), "cannot write the output: No space left"),
+        (OSError(errno.EIO, "I/O error"), "cannot write the output: I/O error"),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), "Cannot allocate memory"),
+        (OSError("no errno"), "no errno"),
+        (OSError(errno.EIO, "I/O error", "a.bin"), "cannot use a.bin: I/O error"),
+    ],
+)
+def test_the_output_is_blamed_for_what_a_write_can_answer(error, expected, monkeypatch, capsys):
+    def program():
+        raise error
+
+    discarded = []
+    monkeypatch.setattr(cli, "_discard_output", lambda: discarded.append(True))
+    assert cli.run_program(program) == 1
+    assert capsys.readouterr() == ("", f"error: {expected}\n")
+    assert bool(discarded) == expected.startswith("cannot write")
