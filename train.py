@@ -46,6 +46,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     count, from_zero, fraction = cli.number(int, 1), cli.number(int, 0), cli.number(float, 0, 1)
     positive, not_negative = cli.number(float, 0, above=True), cli.number(float, 0)
     beta = cli.number(float, 0, 0.999999)
+    # what lies far beyond is 0 or infinity in float32
+    eps, clip = cli.number(float, 1e-30, 1e30), cli.number(float, 1e-30, 1e30, or_zero=True)
     flag, path = parser.flag, cli.path
 
     parser.section("data and model")
@@ -65,10 +67,10 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     flag("--warmup_iters", from_zero, None, "steps of warm-up (default: a fifth, at most 700)")
     flag("--learning_rate_decay_frac", fraction, 0.1, "last learning rate as part of the highest")
     flag("--weight_decay", not_negative, 0.1, "of matrices and embeddings")
-    flag("--grad_clip", not_negative, 1.0, "largest norm of the gradients; 0 clips nothing")
+    flag("--grad_clip", clip, 1.0, "largest norm of the gradients; 0 clips nothing")
     flag("--beta1", beta, 0.9, "AdamW's memory of the gradient")
     flag("--beta2", beta, 0.95, "AdamW's memory of its square")
-    flag("--eps", cli.number(float, 1e-30), 1e-8, "AdamW's epsilon")
+    flag("--eps", eps, 1e-8, "AdamW's epsilon")
     parser.section("every N steps and at the end; 0: only at the end")
     flag("--val_loss_every", from_zero, 100, "print the validation loss")
     flag("--sample_every", from_zero, 0, "print a sample")

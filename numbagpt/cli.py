@@ -78,12 +78,22 @@ def path(text: str) -> str:
 
 
 def number(
-    kind: type[int] | type[float], low: float, high: float = float("inf"), *, above: bool = False
+    kind: type[int] | type[float],
+    low: float,
+    high: float = float("inf"),
+    *,
+    above: bool = False,
+    or_zero: bool = False,
 ) -> Callable[[str], float]:
-    """The type of a flag: an int or float from low to high; with `above`, more than low."""
+    """The type of a flag: an int or float from low to high.
+
+    above     more than low
+    or_zero   0 as well
+    """
     expected = "a whole number" if kind is int else "a number"
     expected += f" above {low}" if above else f" from {low}"
     expected += f" to {high}" if high < float("inf") else "" if above else " up"
+    expected += ", or 0" if or_zero else ""
 
     def parse(text: str) -> float:
         try:
@@ -91,7 +101,8 @@ def number(
         except ValueError:
             value = float("nan")
         # NaN compares false with everything; infinity is no setting either.
-        if not (low <= value <= high and value < float("inf")) or (above and value == low):
+        within = low <= value <= high and value < float("inf") and not (above and value == low)
+        if not within and not (or_zero and value == 0):
             raise argparse.ArgumentTypeError(f"{text!r} is not {expected}")
         if kind is int and value > LARGEST_INT:
             raise argparse.ArgumentTypeError(f"{text} is too large; expected at most 1e38")

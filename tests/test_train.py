@@ -446,7 +446,8 @@ BAD_FLAGS = {
     "--learning_rate_decay_frac": ["1.1", "-0.1"],
     "--weight_decay": ["-1", "nan"],
     "--beta2": ["1", "-0.5"],
-    "--eps": ["0", "1e-300"],  # 0 as a float32
+    "--eps": ["0", "1e-300", "1e39", "inf"],  # 0 and infinity as a float32
+    "--grad_clip": ["1e-46", "1e39", "-1", "nan"],
     "--seed": ["-1", "1.5"],
     "--warmup_iters": ["1" + 400 * "0"],  # beyond the floats
     "--input_bin": [""],  # as of an unset shell variable
@@ -467,6 +468,23 @@ def test_a_flag_that_makes_no_sense_is_one_line(flag, value, capsys):
     out, err = capsys.readouterr()
     assert out == ""
     assert re.fullmatch(rf"error: .*{re.escape(flag)}.*\n", err)
+
+
+def test_settings_at_their_limits_are_taken():
+    for text, value in [("0", 0), ("1e-30", 1e-30), ("1e30", 1e30)]:
+        assert train.parse_arguments(["--grad_clip", text]).grad_clip == value
+        assert np.float32(value) == pytest.approx(value, rel=1e-6)
+    for text, value in [("1e-30", 1e-30), ("1e30", 1e30)]:
+        assert train.parse_arguments(["--eps", text]).eps == value
+
+
+def test_a_limit_that_leaves_zero_out_says_so(capsys):
+    with pytest.raises(SystemExit):
+        train.main(["--grad_clip", "1e-46"])
+    assert capsys.readouterr().err == (
+        "error: argument --grad_clip: '1e-46' is not a number from 1e-30 to 1e+30, or 0 (--help "
+        "lists the flags)\n"
+    )
 
 
 def test_help_states_every_flag_and_its_default(capsys):
