@@ -311,6 +311,7 @@ def main(argv: list[str] | None = None) -> int:
     """Train as the command line says; returns the exit status."""
     options = parse_arguments(argv)
     with cli.loading():
+        from numbagpt.checkpoint import check_checkpoints
         from numbagpt.files import output_folder
         from numbagpt.gpt2 import GPT2
         from numbagpt.gpu import profile
@@ -322,6 +323,7 @@ def main(argv: list[str] | None = None) -> int:
         device, processor = cli.choose_device(options)
         config, make_parameters = find_model(options.model, options.seed, options.output_dir)
         fill_in_defaults(options, config, device.name == "cuda")
+        check_checkpoints(options.output_dir, config, options.num_iterations)
         model_options = cli.model_options(options, device, config)
         model_options["recompute"] = options.recompute
         options.precision = model_options["precision"]

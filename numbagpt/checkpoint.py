@@ -33,7 +33,15 @@ import numpy as np
 from numbagpt import cli, huggingface
 from numbagpt.config import GPT2Config
 from numbagpt.errors import UserError
-from numbagpt.files import STORED_AS, atomic_write, file_size, read_bytes, read_floats
+from numbagpt.files import (
+    STORED_AS,
+    atomic_write,
+    check_room,
+    check_writable_file,
+    file_size,
+    read_bytes,
+    read_floats,
+)
 from numbagpt.tensors import parameter_shapes
 
 MAGIC = 20240326
@@ -113,6 +121,20 @@ def load_model(path: str | os.PathLike) -> tuple[GPT2Config, dict[str, np.ndarra
     if path.suffix == ".safetensors":
         raise UserError(f"{path} has no shape; name the folder that holds it and its config.json")
     return read_model(path)
+
+
+def check_checkpoints(folder: str | os.PathLike, config: GPT2Config, last_step: int) -> None:
+    """Prove that a run can write its checkpoints up to `last_step` to the folder, which exists.
+
+    Called before any work, so that a run does not fail at its first checkpoint an hour later.
+    Raises UserError where what has the name of one cannot be replaced by a file, such as a folder
+    or a link that leads nowhere, and where the disk has no room for one.
+    """
+    for path in Path(folder).iterdir():
+        name = CHECKPOINT_NAME.fullmatch(path.name)
+        if name and int(name[1]) <= last_step and (path.is_symlink() or not path.is_file()):
+            check_writable_file(path)
+    check_room(folder, "a checkpoint", _model_bytes(parameter_shapes(config), "float32"))
 
 
 def find_checkpoints(folder: str | os.PathLike) -> list[Path]:
@@ -213,8 +235,7 @@ def _read_header(
         )
     stored = STORED_IN_VERSION[version]
     shapes = parameter_shapes(config) | {"wte": (stored_Vp, C)}
-    numbers = sum(math.prod(shape) for shape in shapes.values())
-    expected = HEADER_BYTES + numbers * np.dtype(STORED_AS[stored]).itemsize
+    expected = _model_bytes(shapes, stored)
     if size != expected:
         what = "is truncated" if size < expected else "has bytes after its end"
         raise UserError(
@@ -222,6 +243,12 @@ def _read_header(
             f"T={max_seq_len} Vp={stored_Vp} in {stored}; copy or write it again"
         )
     return config, stored, shapes
+
+
+def _model_bytes(shapes: Mapping[str, tuple[int, ...]], stored: str) -> int:
+    """The size of a model .bin."""
+    numbers = sum(math.prod(shape) for shape in shapes.values())
+    return HEADER_BYTES + numbers * np.dtype(STORED_AS[stored]).itemsize
 
 
 def _foreign(magic: int) -> str:

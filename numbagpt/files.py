@@ -11,6 +11,7 @@ import errno
 import math
 import os
 import secrets
+import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,11 +39,9 @@ def atomic_write(path: str | os.PathLike) -> Iterator[BinaryIO]:
     Raises UserError where the folder is missing or not writable, the disk is full, or `path` is
     something other than a regular file.
     """
-    target = Path(os.path.realpath(path))
-    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
     with _explained(f"cannot write {path}"):
-        if target.exists() and not target.is_file():
-            raise UserError(f"cannot write {path}: it exists and is not a regular file")
+        target = _target(path)
+        temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
         try:
             with open(temporary, "xb") as file:
                 yield file
@@ -68,9 +67,34 @@ def check_writable_folder(path: str | os.PathLike) -> None:
             raise UserError(
                 f"cannot write to folder {path}: a file of that name exists; name another folder"
             ) from error
-        with tempfile.NamedTemporaryFile(dir=path, prefix=".writable-") as probe:
-            probe.write(b"\0")
-            probe.flush()
+        _probe(path)
+
+
+def check_writable_file(path: str | os.PathLike) -> None:
+    """Prove that atomic_write will find a place for the file `path`; nothing there is changed.
+
+    Raises UserError where its folder, or that of the file a link leads to, is missing or takes no
+    file, or `path` is something other than a regular file.
+    """
+    what = f"cannot write {path}"
+    with _explained(what):
+        target = _target(path)
+    if os.path.islink(path):
+        what += f", a link to {target}"
+    with _explained(what):
+        _probe(target.parent)
+
+
+def check_room(folder: str | os.PathLike, what: str, size: int) -> None:
+    """Raise UserError where the disk of `folder`, which exists, has no `size` bytes for `what`."""
+    with _explained(f"cannot write to folder {folder}"):
+        disk = shutil.disk_usage(folder)
+    # file systems that do not know their size say that it is zero
+    if disk.total and disk.free < size:
+        raise UserError(
+            f"cannot write to folder {folder}: {what} takes {size:,} bytes and {disk.free:,} are "
+            "free there; make room or name another folder"
+        )
 
 
 @contextlib.contextmanager
@@ -141,6 +165,23 @@ def read_floats(
     if stored == "bfloat16":
         numbers = np.left_shift(numbers, 16, dtype=np.uint32).view(np.float32)
     return numbers.astype(np.float32, copy=False).reshape(shape)
+
+
+def _target(path: str | os.PathLike) -> Path:
+    """The file that is written for `path`, links followed; UserError if it is no regular file."""
+    target = Path(os.path.realpath(path))
+    if target.exists() and not target.is_file():
+        raise UserError(
+            f"cannot write {path}: it exists and is not a regular file; move it or name another"
+        )
+    return target
+
+
+def _probe(folder: str | os.PathLike) -> None:
+    """Write a file to the folder, gone again at once; OSError if that cannot be done."""
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=".writable-") as probe:
+        probe.write(b"\0")
+        probe.flush()
 
 
 @contextlib.contextmanager

@@ -80,21 +80,30 @@ class GPT2(ModelState):
             ops.matmul_forward(qkv, a.ln1, w.qkvw, w.qkvb)
             ops.attention_forward(a.atty, a.qkvr, a.att, output)
 
-    def _attention_backward(self, dqkv: object, dqkvb: object, dout: object, a: object) -> None:
-        """Gradient of a.atty → gradient of q, k and v, packed (B, T, 3C).
+    def _attention_backward(
+        self, dbtc: object, w: object, g: object, a: object, accumulate: bool
+    ) -> None:
+        """dbtc: gradient of a.atty → gradient of a.ln1. Adds to g.qkvb, and to g.qkvw or writes it.
 
-        Flash attention adds that of their bias to dqkvb, too; else it is left to matmul_backward.
+        Flash attention adds up g.qkvb on its way; else that is left to matmul_backward.
         """
+        ops, dacts, (B, T, C) = self.ops, self.dacts, a.atty.shape
+        dqkv = dacts.bt4c.reshape(-1)[: B * T * 3 * C].reshape((B, T, 3 * C))
         if self.attention == "flash":
-            self.ops.flash_attention_backward(
-                dqkv, dout, a.qkvr, a.atty, a.lse, self.dacts.scratch, dqkvb=dqkvb
+            ops.flash_attention_backward(
+                dqkv, dbtc, a.qkvr, a.atty, a.lse, dacts.scratch, dqkvb=g.qkvb
             )
+            dqkvb = None
         else:
             # atty and fch have served, their memory holds (B, T, C) and dqkvr
             dqkvr = a.fch.reshape(-1)[: a.qkvr.size].reshape(a.qkvr.shape)
-            self.ops.attention_backward(
-                dqkv, dqkvr, self.dacts.preatt, self.acts.output, a.atty, dout, a.qkvr, a.att
+            ops.attention_backward(
+                dqkv, dqkvr, dacts.preatt, self.acts.output, a.atty, dbtc, a.qkvr, a.att
             )
+            dqkvb = g.qkvb
+        ops.matmul_backward(
+            dbtc, g.qkvw, dqkvb, dqkv, a.ln1, w.qkvw, dacts.scratch, accumulate=accumulate
+        )
 
     def forward(
         self, scale: float = 1.0, with_gradient: bool = True, accumulate: bool = True
@@ -173,12 +182,10 @@ class GPT2(ModelState):
             self.acts,
             self.dacts,
         )
-        B, T, C = acts.encoded.shape
         L = self.config.num_layers
         dbt4c, dresidual = dacts.bt4c, dacts.residual3
         # acts.lnf has served in `forward`: the layers use it for their (B, T, C)
         dbtc = acts.lnf
-        dqkv = dbt4c.reshape(-1)[: B * T * 3 * C].reshape((B, T, 3 * C))
         matmul_backward = partial(ops.matmul_backward, scratch=dacts.scratch, accumulate=accumulate)
         layernorm_backward = partial(ops.layernorm_backward, scratch=dacts.scratch)
         # Each layernorm_backward leaves dresidual complete for the projection below it, whose
@@ -215,9 +222,7 @@ class GPT2(ModelState):
                     dresidual_sum=g.attprojb,
                 )
                 matmul_backward(dbtc, g.attprojw, None, dresidual, a.atty, w.attprojw)
-                self._attention_backward(dqkv, g.qkvb, dbtc, a)
-                dqkvb = None if self.attention == "flash" else g.qkvb
-                matmul_backward(dbtc, g.qkvw, dqkvb, dqkv, a.ln1, w.qkvw)
+                self._attention_backward(dbtc, w, g, a, accumulate)
                 layernorm_backward(
                     dresidual,
                     g.ln1w,

@@ -110,6 +110,11 @@ def output_folder_not_writable(files):
     return ["--output_dir", "tokens.bin/run"], ["tokens.bin/run", "Not a directory"]
 
 
+def checkpoint_name_is_a_folder(files):
+    (files / "run" / "model_00000001.bin").mkdir(parents=True)
+    return ["--output_dir", "run"], ["run/model_00000001.bin", "not a regular file", "move it"]
+
+
 def failure_with_a_deep_output_folder(files):
     return ["--output_dir", "new/deep", "--model", "d13"], ["--model d13"]
 
@@ -133,6 +138,7 @@ CASES = [
     precision_without_a_gpu,
     output_folder_is_a_file,
     output_folder_not_writable,
+    checkpoint_name_is_a_folder,
     failure_with_a_deep_output_folder,
 ]
 

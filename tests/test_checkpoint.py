@@ -4,6 +4,7 @@ import json
 import os
 import re
 import resource
+import shutil
 import struct
 import subprocess
 import sys
@@ -12,8 +13,16 @@ from functools import partial
 import numpy as np
 import pytest
 
-from numbagpt import huggingface
-from numbagpt.checkpoint import export, find_checkpoints, load_model, main, read_model, write_model
+from numbagpt import files, huggingface
+from numbagpt.checkpoint import (
+    check_checkpoints,
+    export,
+    find_checkpoints,
+    load_model,
+    main,
+    read_model,
+    write_model,
+)
 from numbagpt.cli import run_program
 from numbagpt.config import GPT2Config
 from numbagpt.errors import UserError
@@ -227,6 +236,44 @@ def test_what_is_not_a_model(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"")
     with pytest.raises(UserError, match=r"name the folder that holds it and its config\.json"):
         load_model(tmp_path / "model.safetensors")
+
+
+def test_checkpoints_that_can_be_written(tmp_path):
+    """Over older ones, through a link, beside what has the name of a later one or none at all."""
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "model_00000001.bin").write_bytes(b"old")
+    (tmp_path / "model_00000002.bin").symlink_to("disk/model.bin")
+    (tmp_path / "model_00000004.bin").mkdir()
+    (tmp_path / "model_last.bin").mkdir()
+    before = sorted(tmp_path.rglob("*"))
+    check_checkpoints(tmp_path, CONFIG, 3)
+    assert sorted(tmp_path.rglob("*")) == before
+    assert (tmp_path / "model_00000001.bin").read_bytes() == b"old"
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (os.mkdir, ": it exists and is not a regular file"),
+        (os.mkfifo, ": it exists and is not a regular file"),
+        (partial(os.symlink, "/"), ": it exists and is not a regular file"),
+        (partial(os.symlink, "/gone/a.bin"), ", a link to /gone/a.bin: No such file or directory"),
+    ],
+)
+def test_checkpoints_that_cannot_be_written(tmp_path, make, message):
+    path = tmp_path / "model_00000003.bin"
+    make(path)
+    with pytest.raises(UserError, match=f"^cannot write {path}{message}"):
+        check_checkpoints(tmp_path, CONFIG, 3)
+
+
+def test_room_for_a_checkpoint(model_bin, monkeypatch):
+    size, disk = model_bin.stat().st_size, shutil.disk_usage(model_bin.parent)
+    monkeypatch.setattr(files.shutil, "disk_usage", lambda _: disk._replace(free=size))
+    check_checkpoints(model_bin.parent, CONFIG, 3)
+    monkeypatch.setattr(files.shutil, "disk_usage", lambda _: disk._replace(free=size - 1))
+    with pytest.raises(UserError, match=f"a checkpoint takes {size:,} bytes and {size - 1:,} are"):
+        check_checkpoints(model_bin.parent, CONFIG, 3)
 
 
 def test_the_newest_checkpoint_of_a_folder(tmp_path):

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import os
 import resource
+import shutil
 import stat
 import subprocess
 import sys
@@ -16,6 +17,8 @@ from numbagpt import files
 from numbagpt.errors import UserError
 from numbagpt.files import (
     atomic_write,
+    check_room,
+    check_writable_file,
     check_writable_folder,
     file_size,
     no_empty_folders,
@@ -160,7 +163,7 @@ def test_a_write_refused_half_way(tmp_path, limit_file_size):
     [
         ("missing/a.bin", os.strerror(errno.ENOENT)),
         ("file/a.bin", os.strerror(errno.ENOTDIR)),
-        ("folder", "it exists and is not a regular file"),
+        ("folder", "it exists and is not a regular file; move it or name another"),
         ("x" * 300, os.strerror(errno.ENAMETOOLONG)),
     ],
 )
@@ -238,6 +241,52 @@ def test_check_writable_folder_sees_a_full_disk(tmp_path, limit_file_size):
     with pytest.raises(UserError, match=os.strerror(errno.EFBIG)):
         check_writable_folder(tmp_path)
     assert names(tmp_path) == []
+
+
+def test_check_writable_file_changes_nothing(tmp_path):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "old.bin").write_bytes(b"old")
+    (tmp_path / "link.bin").symlink_to("disk/not yet.bin")
+    for name in ("old.bin", "new.bin", "link.bin"):
+        check_writable_file(tmp_path / name)
+    assert names(tmp_path) == ["disk", "link.bin", "old.bin"]
+    assert names(tmp_path / "disk") == []
+    assert (tmp_path / "old.bin").read_bytes() == b"old"
+
+
+def test_check_writable_file_refusals(tmp_path):
+    missing = os.strerror(errno.ENOENT)
+    gone = tmp_path / "gone" / "a.bin"
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link").symlink_to(gone)
+    (tmp_path / "proc").symlink_to("/proc/a.bin")
+    for path, reason in [
+        (tmp_path / "folder", ": it exists and is not a regular file; move it or name another"),
+        (gone, f": {missing}"),
+        (tmp_path / "link", f", a link to {gone}: {missing}"),
+        (tmp_path / "proc", f", a link to /proc/a.bin: {missing}"),
+    ]:
+        with pytest.raises(UserError) as error:
+            check_writable_file(path)
+        assert one_line(error) == f"cannot write {path}{reason}"
+
+
+def test_check_room(tmp_path, monkeypatch):
+    disk = shutil.disk_usage(tmp_path)._replace(total=5000, free=1234)
+    monkeypatch.setattr(files.shutil, "disk_usage", lambda folder: disk)
+    check_room(tmp_path, "a model", 1234)
+    with pytest.raises(UserError) as error:
+        check_room(tmp_path, "a model", 1235)
+    assert one_line(error) == (
+        f"cannot write to folder {tmp_path}: a model takes 1,235 bytes and 1,234 are free there; "
+        "make room or name another folder"
+    )
+
+
+def test_a_file_system_that_does_not_know_its_size_has_room(tmp_path, monkeypatch):
+    disk = shutil.disk_usage(tmp_path)._replace(total=0, free=0)
+    monkeypatch.setattr(files.shutil, "disk_usage", lambda folder: disk)
+    check_room(tmp_path, "a model", 1)
 
 
 def test_no_empty_folders(tmp_path):

@@ -4,6 +4,7 @@ import math
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 
@@ -171,6 +172,30 @@ def test_validation_uses_the_same_batches_each_time_and_val_max_steps_of_them(
 def test_checkpoints_are_written_in_between_and_at_the_end(flags, tmp_path):
     train.main(flags(num_iterations=5, checkpoint_every=2))
     assert checkpoints(tmp_path / "run") == [f"model_0000000{step}.bin" for step in (2, 4, 5)]
+
+
+@pytest.mark.parametrize("step", [1, 4])  # that of a Ctrl-C, and the last
+def test_a_checkpoint_in_the_way_stops_the_run_before_its_first_step(
+    flags, reports, tmp_path, step, capsys
+):
+    path = tmp_path / "run" / f"model_{step:08d}.bin"
+    path.mkdir(parents=True)
+    with pytest.raises(UserError, match=f"cannot write {path}: it exists and is not a regular"):
+        train.main(flags())
+    assert reports.losses == []
+    assert capsys.readouterr().out == ""
+    assert checkpoints(tmp_path / "run") == [path.name]
+
+
+def test_a_full_disk_stops_the_run_before_its_first_step(flags, reports, tmp_path, monkeypatch):
+    disk = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: disk)
+    with pytest.raises(
+        UserError, match=r"/run: a checkpoint takes [\d,]+ bytes and 1,000 are free"
+    ):
+        train.main(flags())
+    assert reports.losses == []
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_run_goes_on_from_an_output_folder(flags, reports, tmp_path):

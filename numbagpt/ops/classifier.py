@@ -21,7 +21,7 @@ import math
 import numpy as np
 from numba import cuda, float32, int32, int64, uint16, void
 
-from numbagpt.gpu.kernel import device_function, kernel
+from numbagpt.gpu.kernel import Kernel, device_function, kernel
 from numbagpt.gpu.ptx import copy_async, copy_async_commit, copy_async_wait, exp2
 from numbagpt.gpu.reduce import LOWEST, block_max, block_sum
 from numbagpt.gpu.vec import MAX_WIDTH, load, store, width
@@ -48,7 +48,6 @@ def _signature(storage):
         int32,  # has_dlosses
         int32,  # write_dlogits
         int32,  # write_probs
-        int32,  # slots
     )
 
 
@@ -63,101 +62,88 @@ def exp(x):
 
 
 @device_function
-def probabilities(x, values, start, row_max, factor, valid):
-    """x[k] = exp(values[start + k] - row_max) * factor for a vector, zero from x[valid] on."""
-    load(x, values, start)
-    for k in range(width(values)):
-        x[k] = exp(x[k] - row_max) * factor
-    if valid < width(values):
-        for k in range(width(values)):
-            x[k] = x[k] if k < valid else float32(0)
+def first_of_vector(column, arr):
+    """The first column of the 16-byte vector that a column lies in."""
+    return column & int32(-width(arr))
 
 
 @device_function
-def classify(
-    row,
-    values,
-    start,
-    logits,
-    losses,
-    probs,
-    dlosses,
-    targets,
-    V,
-    Vp,
-    dloss,
-    has_dlosses,
-    write_dlogits,
-    write_probs,
-):
-    """Loss and gradient of a row, which is values[start : start + Vp].
+def row_statistics(values, start, V, Vp):
+    """The maximum m of the logits values[start : start + V], and the sum of exp(x - m).
 
-    Thread t has vectors t, t + blockDim.x, … of the row and touches no others; what the threads
-    tell each other is the maximum and the sum.
-
-    Columns V to Vp - 1 are padding. What they hold is not used; they get gradient and probability
-    zero, so that the matmuls that read the gradient need not know of them.
+    Thread t takes vectors t, t + blockDim.x, … of the row, here and in write_gradient; what the
+    threads tell each other is the maximum and the sum. The third of the results is where the
+    thread's next vector would be, behind the row.
     """
     shared_max = cuda.shared.array(32, float32)
     shared_sum = cuda.shared.array(32, float32)
     x = cuda.local.array(MAX_WIDTH, float32)
-    out = int64(row) * Vp
-    step = int32(cuda.blockDim.x * width(logits))
-    target = targets[row]
-    target_vector = int32(target // width(logits) * width(logits))
-
-    # Maximum and sum of exp(x - maximum), first of what this thread has.
+    step = int32(cuda.blockDim.x * width(values))
     thread_max = LOWEST
     thread_sum = float32(0)
-    i = int32(cuda.threadIdx.x * width(logits))
+    i = int32(cuda.threadIdx.x * width(values))
     while i < Vp:
         load(x, values, start + i)
-        if i + width(logits) > V:
-            for k in range(width(logits)):
+        if int32(V - i) < width(values):
+            for k in range(width(values)):
                 x[k] = x[k] if k < int32(V - i) else LOWEST
         new_max = thread_max
-        for k in range(width(logits)):
+        for k in range(width(values)):
             new_max = max(new_max, x[k])
         thread_sum *= exp(thread_max - new_max)
-        for k in range(width(logits)):
+        for k in range(width(values)):
             thread_sum += exp(x[k] - new_max)
         thread_max = new_max
         i = int32(i + step)
-    end = i
-
-    # Then of the block. A thread that had no logit has LOWEST, whose exp is zero.
+    # A thread that had no logit has LOWEST, whose exp is zero.
     row_max = block_max(thread_max, shared_max)
     row_sum = block_sum(thread_sum * exp(thread_max - row_max), shared_sum)
-    if target_vector % step == cuda.threadIdx.x * width(logits):
-        load(x, values, start + target_vector)
-        target_logit = x[0]
-        for k in range(1, width(logits)):
-            target_logit = x[k] if int32(target_vector + k) == target else target_logit
-        losses[row] = math.log(row_sum) + (row_max - target_logit)
-
-    # Backwards, since what was read last is the likeliest to be in a cache.
-    if write_probs != 0:
-        factor = float32(1) / row_sum
-        i = int32(end - step)
-        while i >= 0:
-            probabilities(x, values, start + i, row_max, factor, int32(V - i))
-            store(probs, out + i, x)
-            i = int32(i - step)
-    if write_dlogits != 0:
-        weight = dlosses[row] if has_dlosses != 0 else dloss
-        factor = weight / row_sum
-        i = int32(end - step)
-        while i >= 0:
-            probabilities(x, values, start + i, row_max, factor, int32(V - i))
-            if i == target_vector:
-                for k in range(width(logits)):
-                    x[k] -= weight if int32(i + k) == target else float32(0)
-            store(logits, out + i, x)
-            i = int32(i - step)
+    return row_max, row_sum, i
 
 
 @device_function
-def fetch(values, start, logits, row, N, Vp):
+def write_loss(losses, row, values, start, statistics, target):
+    """losses[row] = the cross-entropy, from the thread that has the target's logit."""
+    x = cuda.local.array(MAX_WIDTH, float32)
+    row_max, row_sum, _ = statistics
+    step = int32(cuda.blockDim.x * width(values))
+    target_vector = first_of_vector(target, values)
+    if target_vector % step == cuda.threadIdx.x * width(values):
+        load(x, values, start + target_vector)
+        target_logit = x[0]
+        for k in range(1, width(values)):
+            target_logit = x[k] if int32(target_vector + k) == target else target_logit
+        losses[row] = math.log(row_sum) + (row_max - target_logit)
+
+
+@device_function
+def write_gradient(out, row_start, values, start, V, statistics, target, weight):
+    """out[row_start + i] = (prob_i - [i == target]) weight, and zero from column V on.
+
+    Backwards, since what was read last is the likeliest to be in a cache.
+    """
+    x = cuda.local.array(MAX_WIDTH, float32)
+    row_max, row_sum, end = statistics
+    step = int32(cuda.blockDim.x * width(values))
+    target_vector = first_of_vector(target, values)
+    factor = weight / row_sum
+    i = int32(end - step)
+    while i >= 0:
+        load(x, values, start + i)
+        for k in range(width(values)):
+            x[k] = exp(x[k] - row_max) * factor
+        if int32(V - i) < width(values):
+            for k in range(width(values)):
+                x[k] = x[k] if k < int32(V - i) else float32(0)
+        if i == target_vector:
+            for k in range(width(values)):
+                x[k] -= weight if int32(i + k) == target else float32(0)
+        store(out, row_start + i, x)
+        i = int32(i - step)
+
+
+@device_function
+def copy_row_async(values, start, logits, row, N, Vp):
     """Begin to copy a row, if there is such a row, to values[start : start + Vp]."""
     if row < N:
         i = int32(cuda.threadIdx.x * width(logits))
@@ -167,99 +153,76 @@ def fetch(values, start, logits, row, N, Vp):
     copy_async_commit()
 
 
-@kernel(_signature(float32), _signature(uint16), max_threads=BLOCK, minimum=(8, 0))
-def fused_classifier_kernel(
-    logits,
-    losses,
-    probs,
-    dlosses,
-    targets,
-    N,
-    V,
-    Vp,
-    dloss,
-    has_dlosses,
-    write_dlogits,
-    write_probs,
-    slots,
-):
-    """Losses, and in place of the logits their gradient. A block takes every gridDim.x-th row.
+def make_kernel(SLOTS: int, **options) -> Kernel:
+    """The kernel that keeps SLOTS rows in shared memory: 2, 1, or none where no row fits."""
+    BEHIND = max(0, SLOTS - 1)  # copies that may be under way while a row is worked on
 
-    Moves 4 Vp bytes a row in bf16 and 8 Vp in float32: each logit is read once and written once.
-
-    There is one block for each multiprocessor, with `slots` rows in shared memory: 2 in bf16 on an
-    H200, so that the memory brings the next row while the block computes this one. The copies pass
-    through no register. A thread reads only what it has copied itself; it waits for its own copies
-    and needs no barrier.
-    """
-    values = cuda.shared.array(0, logits.dtype, alignment=16)
-    row = cuda.blockIdx.x
-    for slot in range(slots):
-        fetch(values, slot * Vp, logits, row + slot * cuda.gridDim.x, N, Vp)
-    slot = int32(0)
-    while row < N:
-        if slots == 1:
-            copy_async_wait(0)
-        else:
-            copy_async_wait(1)
-        classify(
-            row,
-            values,
-            slot * Vp,
-            logits,
-            losses,
-            probs,
-            dlosses,
-            targets,
-            V,
-            Vp,
-            dloss,
-            has_dlosses,
-            write_dlogits,
-            write_probs,
-        )
-        fetch(values, slot * Vp, logits, row + slots * cuda.gridDim.x, N, Vp)
-        row += cuda.gridDim.x
-        slot = int32(slots - 1 - slot)
-
-
-@kernel(_signature(float32), _signature(uint16), max_threads=BLOCK, min_blocks=2)
-def fused_classifier_rereading_kernel(
-    logits,
-    losses,
-    probs,
-    dlosses,
-    targets,
-    N,
-    V,
-    Vp,
-    dloss,
-    has_dlosses,
-    write_dlogits,
-    write_probs,
-    slots,
-):
-    """The same for rows that do not fit into shared memory, one block for each.
-
-    A row is read twice, the second time in part from the cache: about 8 Vp bytes a row (float32)
-    move.
-    """
-    classify(
-        cuda.blockIdx.x,
-        logits,
-        int64(cuda.blockIdx.x) * Vp,
+    @kernel(_signature(float32), _signature(uint16), max_threads=BLOCK, **options)
+    def fused_classifier_kernel(
         logits,
         losses,
         probs,
         dlosses,
         targets,
+        N,
         V,
         Vp,
         dloss,
         has_dlosses,
         write_dlogits,
         write_probs,
-    )
+    ):
+        """Losses, and in place of the logits their gradient. A block takes every gridDim.x-th row.
+
+        Columns V to Vp - 1 are padding. What they hold is not used; they get gradient and
+        probability zero, so that the matmuls that read the gradient need not know of them.
+
+        With rows in shared memory, one block to a multiprocessor, each logit is read once and
+        written once: 4 Vp bytes a row move in bf16 and 8 Vp in float32. With two of them, in bf16
+        on an H200, the memory brings the next row while the block computes this one. The copies
+        pass through no register. A thread reads only what it has copied itself; it waits for its
+        own copies and needs no barrier.
+
+        With none, there is one block for each row, and the row is read twice, the second time in
+        part from the cache: about 8 Vp bytes a row (float32) move.
+        """
+        values = cuda.shared.array(0, logits.dtype, alignment=16) if SLOTS else logits
+        row = int32(cuda.blockIdx.x)
+        for slot in range(SLOTS):
+            copy_row_async(values, slot * Vp, logits, row + slot * cuda.gridDim.x, N, Vp)
+        slot = int32(0)
+        while row < N:
+            row_start = int64(row) * Vp
+            start = slot * Vp if SLOTS else row_start
+            if SLOTS:
+                copy_async_wait(BEHIND)
+            target = targets[row]
+            statistics = row_statistics(values, start, V, Vp)
+            write_loss(losses, row, values, start, statistics, target)
+            if write_probs != 0:
+                # the gradient of a row that has no target, with weight 1
+                none, one = int32(-1), float32(1)
+                write_gradient(probs, row_start, values, start, V, statistics, none, one)
+            if write_dlogits != 0:
+                weight = dlosses[row] if has_dlosses != 0 else dloss
+                write_gradient(logits, row_start, values, start, V, statistics, target, weight)
+            if SLOTS == 0:
+                return  # each row has its own block
+            ahead = int32(row + SLOTS * cuda.gridDim.x)
+            copy_row_async(values, start, logits, ahead, N, Vp)
+            slot = int32(SLOTS - 1 - slot)
+            row = int32(row + cuda.gridDim.x)
+
+    fused_classifier_kernel.__name__ += f"_{SLOTS}"
+    return fused_classifier_kernel
+
+
+# By the number of rows that a block keeps in shared memory.
+KERNELS = {
+    2: make_kernel(2, minimum=(8, 0)),
+    1: make_kernel(1, minimum=(8, 0)),
+    0: make_kernel(0, min_blocks=2),
+}
 
 
 def rows_that_fit(logits) -> int:
@@ -271,7 +234,7 @@ def rows_that_fit(logits) -> int:
     if isinstance(logits, np.ndarray):
         return 2  # the simulator has as much as it is asked for
     gpu = cuda.get_current_device()
-    if not fused_classifier_kernel.runs_on(gpu.compute_capability):
+    if not KERNELS[1].runs_on(gpu.compute_capability):
         return 0
     row_bytes = logits.shape[-1] * logits.dtype.itemsize
     return min(2, (gpu.MAX_SHARED_MEMORY_PER_BLOCK_OPTIN - STATIC_SHARED) // row_bytes)
@@ -308,12 +271,8 @@ def fused_classifier(
     Vp = logits.shape[-1]
     N = losses.size
     slots = rows_that_fit(logits)
-    if slots:
-        grid = min(N, multiprocessors(logits))
-        launch = fused_classifier_kernel[grid, BLOCK, slots * Vp * logits.dtype.itemsize]
-    else:
-        launch = fused_classifier_rereading_kernel[N, BLOCK]
-    launch(
+    grid = min(N, multiprocessors(logits)) if slots else N
+    KERNELS[slots][grid, BLOCK, slots * Vp * logits.dtype.itemsize](
         logits,
         losses,
         logits if probs is None else probs,
@@ -326,7 +285,6 @@ def fused_classifier(
         int(dlosses is not None),
         int(write_dlogits),
         int(probs is not None),
-        slots,
     )
 
 

@@ -11,8 +11,8 @@ from numbagpt.gpu import offline
 from numbagpt.gpu.vec import bf16_to_float32, float32_to_bf16
 from numbagpt.ops import classifier as module
 from numbagpt.ops.classifier import (
+    KERNELS,
     fused_classifier,
-    fused_classifier_kernel,
     fused_classifier_reference,
     rows_that_fit,
 )
@@ -273,9 +273,8 @@ def test_how_many_rows_fit(monkeypatch, cc, kilobytes, bf16, fp32):
 
 
 def test_shared_memory_of_the_sums():
-    signature = fused_classifier_kernel.signatures[0]
-    found = offline.inspect(fused_classifier_kernel, signature, (9, 0)).shared
-    assert found == module.STATIC_SHARED
+    for k in KERNELS.values():
+        assert offline.inspect(k, k.signatures[0], (9, 0)).shared == module.STATIC_SHARED
 
 
 @pytest.mark.gpu
