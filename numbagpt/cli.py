@@ -11,6 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from numbagpt.errors import UserError
+from numbagpt.modes import ATTENTIONS, PRECISIONS
 
 if TYPE_CHECKING:
     from numbagpt.config import GPT2Config
@@ -113,7 +114,7 @@ def number(
 
 
 def add_device_flags(parser: Parser) -> None:
-    """Add --device, --precision and --seed."""
+    """Add --device, --precision, --attention, --graph and --seed."""
     parser.section("where and how it is computed")
     parser.choice(
         "--device",
@@ -122,13 +123,13 @@ def add_device_flags(parser: Parser) -> None:
     )
     parser.choice(
         "--precision",
-        ("auto", "fp32", "tf32", "bf16"),
+        ("auto", *PRECISIONS),
         "what is stored and multiplied (default: bf16 on GPUs from compute capability 8.0 on, tf32 "
         "there where bf16 does not take the model's shape, else fp32)",
     )
     parser.choice(
         "--attention",
-        ("auto", "flash", "materialized"),
+        ("auto", *ATTENTIONS),
         "materialized is slow and writes all scores to memory (default: flash where it is there)",
     )
     parser.flag(

@@ -13,14 +13,12 @@ from numbagpt.ops.encoder import token_runs
 from numbagpt.ops.flash_attention import supports
 from numbagpt.tensors import FlatTensors, layout_bytes, parameter_shapes
 
-ATTENTIONS = ("flash", "materialized")
-
 # Values in 128 bits: rows of activations must start on such a boundary.
 BF16_VECTOR = 8
 
 
 def best_precision(device: Device, config: GPT2Config) -> str:
-    """The fastest of blas.PRECISIONS that the device has for a model of this shape."""
+    """The fastest precision that the device has for a model of this shape."""
     if device.name != "cuda" or device.compute_capability < (8, 0):
         return "fp32"
     has_flash = supports(config.head_size, np.uint16, device.compute_capability)

@@ -117,3 +117,19 @@ def test_the_output_is_blamed_for_what_a_write_can_answer(error, expected, monke
     assert cli.run_program(program) == 1
     assert capsys.readouterr() == ("", f"error: {expected}\n")
     assert bool(discarded) == expected.startswith("cannot write")
+
+
+def test_the_device_flags_are_there_before_anything_heavy_is_loaded():
+    program = (
+        "import sys\n"
+        "from numbagpt import cli\n"
+        "parser = cli.Parser('')\n"
+        "cli.add_device_flags(parser)\n"
+        "chosen = parser.parse_args('--precision bf16 --attention materialized'.split())\n"
+        "print(chosen.device, chosen.precision, chosen.attention, chosen.graph, chosen.seed)\n"
+        "print({'numpy', 'numba', 'tiktoken'} & sys.modules.keys() or 'light')\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert (ended.stdout, ended.stderr) == ("auto bf16 materialized 1 42\nlight\n", "")
