@@ -213,9 +213,9 @@ class Run:
                     self.step(step)
                     self.report(in_flight)
                 self.between_steps(self.options.num_iterations)
-            except cli.Stopped:
+            except cli.Stopped as stopped:
                 self.stop()
-                return cli.INTERRUPTED
+                return stopped.status
         return 0
 
     def stop(self) -> None:

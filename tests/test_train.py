@@ -277,7 +277,8 @@ def test_the_command_it_prints_works_for_any_folder(flags, tmp_path, capsys):
     assert checkpoint == str(tmp_path / "it's a run" / "model_00000004.bin")
 
 
-def test_ctrl_c_finishes_the_step_and_writes_a_checkpoint(flags, tmp_path):
+@pytest.mark.parametrize(("sent", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_stop_signal_finishes_the_step_and_writes_a_checkpoint(flags, tmp_path, sent, status):
     with subprocess.Popen(
         command("train.py", *flags(num_iterations=10**6)),
         stdout=subprocess.PIPE,
@@ -286,10 +287,10 @@ def test_ctrl_c_finishes_the_step_and_writes_a_checkpoint(flags, tmp_path):
     ) as process:
         for line in process.stdout:
             if "step       3/" in line:
-                process.send_signal(signal.SIGINT)
+                process.send_signal(sent)
                 break
         out, err = process.communicate(timeout=60)
-    assert process.returncode == 130
+    assert process.returncode == status
     assert err == f"{train.STOPPING}\n"
     wrote, interrupted = out.splitlines()[-2:]
     steps = int(re.fullmatch(r"interrupted after step (\d+)", interrupted)[1])
@@ -352,6 +353,13 @@ def test_a_second_ctrl_c_writes_no_checkpoint(flags, tmp_path, at_call, capfd):
     out, err = capfd.readouterr()
     assert err == f"{train.STOPPING}\ninterrupted\n"
     assert "wrote" not in out
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_second_signal_of_the_other_kind_ends_the_run_at_once(flags, tmp_path, at_call, capfd):
+    at_call(Prefetcher, "next_batch", 8, lambda: [ctrl_c(), os.kill(os.getpid(), signal.SIGTERM)])
+    assert cli.run_program(lambda: train.main(flags(total_batch_size=48))) == 143
+    assert capfd.readouterr().err == f"{train.STOPPING}\nterminated\n"
     assert not (tmp_path / "run").exists()
 
 
