@@ -25,6 +25,7 @@ if __name__ == "__main__":  # before the imports, so that Ctrl-C is answered whi
 import math
 import os
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -106,18 +107,47 @@ def read_model(path: str | os.PathLike) -> tuple[GPT2Config, dict[str, np.ndarra
     return config, parameters
 
 
-def load_model(path: str | os.PathLike) -> tuple[GPT2Config, dict[str, np.ndarray]]:
-    """Load a model from a .bin, a Hugging Face folder, or the newest .bin of a training run.
+def locate_model(path: str | os.PathLike) -> Path:
+    """What `path` stands for: a .bin, or a Hugging Face folder.
 
-    A folder with a config.json is Hugging Face's; any other is searched for model_<step>.bin.
+    A folder with a config.json is Hugging Face's; any other stands for its model_<step>.bin of the
+    highest step. Everything else stands for itself.
+
+    Raises UserError if a folder has none, or for a damaged one, naming the highest that is whole.
+    """
+    path = Path(path)
+    if not path.is_dir() or (path / "config.json").exists():
+        return path
+    last, *earlier = find_checkpoints(path)
+    try:
+        _read_header(last)
+    except UserError as error:
+        for checkpoint in earlier:
+            try:
+                _read_header(checkpoint)
+            except UserError:
+                continue
+            raise UserError(f"{error}; or name an earlier one: {checkpoint}") from error
+        raise
+    return last
+
+
+def choose_model(path: str | os.PathLike) -> Path:
+    """locate_model for a program: says on stderr which of its files a folder stands for."""
+    located = locate_model(path)
+    if located != Path(path):
+        print(f"weights from {located}", file=sys.stderr)
+    return located
+
+
+def load_model(path: str | os.PathLike) -> tuple[GPT2Config, dict[str, np.ndarray]]:
+    """Load the model that `path` stands for (see locate_model): its config and the 16 tensors.
 
     Raises UserError if there is no model there or it cannot be used.
     """
-    path = Path(path)
+    path = locate_model(path)
     if path.is_dir():
-        if (path / "config.json").exists():
-            return huggingface.read(path)
-        return _read_newest(path)
+        return huggingface.read(path)
     if path.suffix == ".safetensors":
         raise UserError(f"{path} has no shape; name the folder that holds it and its config.json")
     return read_model(path)
@@ -131,48 +161,38 @@ def check_checkpoints(folder: str | os.PathLike, config: GPT2Config, last_step: 
     or a link that leads nowhere, and where the disk has no room for one.
     """
     for path in Path(folder).iterdir():
-        name = CHECKPOINT_NAME.fullmatch(path.name)
-        if name and int(name[1]) <= last_step and (path.is_symlink() or not path.is_file()):
+        step = _step(path)
+        if step is not None and step <= last_step and (path.is_symlink() or not path.is_file()):
             check_writable_file(path)
     check_room(folder, "a checkpoint", _model_bytes(parameter_shapes(config), "float32"))
 
 
 def find_checkpoints(folder: str | os.PathLike) -> list[Path]:
-    """Every model_<step>.bin in `folder`, that which was written last first.
+    """Every model_<step>.bin in `folder`, that of the highest step first.
 
-    Not the one with the highest step: a shorter run into the same folder is the newer one.
+    Not that which was written last: copying a folder gives its files any order in time. That
+    decides only between two names of one step, such as model_7.bin and model_00000007.bin.
     Raises UserError if there is none.
     """
     folder = Path(folder)
     if not folder.is_dir():
         raise UserError(f"no folder {folder}; expected the output folder of a training run")
-    checkpoints = [p for p in folder.iterdir() if CHECKPOINT_NAME.fullmatch(p.name)]
+    steps = {path: _step(path) for path in folder.iterdir()}
+    checkpoints = [path for path, step in steps.items() if step is not None]
     if not checkpoints:
         raise UserError(
             f"no model in folder {folder}; expected model_<step>.bin as training writes it, "
             "or config.json with model.safetensors"
         )
-    # files copied in the same instant: the later step
     return sorted(
-        checkpoints,
-        key=lambda path: (path.stat().st_mtime_ns, len(path.name), path.name),
-        reverse=True,
+        checkpoints, key=lambda path: (steps[path], path.stat().st_mtime_ns), reverse=True
     )
 
 
-def _read_newest(folder: Path) -> tuple[GPT2Config, dict[str, np.ndarray]]:
-    """read_model of the newest checkpoint; the error for a damaged one names the newest whole."""
-    newest, *older = find_checkpoints(folder)
-    try:
-        return read_model(newest)
-    except UserError as error:
-        for path in older:
-            try:
-                _read_header(path)
-            except UserError:
-                continue
-            raise UserError(f"{error}; or name an older one: {path}") from error
-        raise
+def _step(path: Path) -> int | None:
+    """The step in a checkpoint's name, None if the name is no checkpoint's."""
+    name = CHECKPOINT_NAME.fullmatch(path.name)
+    return int(name[1]) if name else None
 
 
 def export(source: str | os.PathLike, folder: str | os.PathLike) -> int:
@@ -182,7 +202,7 @@ def export(source: str | os.PathLike, folder: str | os.PathLike) -> int:
     checkpoints is refused: a config.json there would hide them from `load_model`.
     """
     folder = Path(folder)
-    if folder.is_dir() and any(CHECKPOINT_NAME.fullmatch(entry.name) for entry in folder.iterdir()):
+    if folder.is_dir() and any(_step(path) is not None for path in folder.iterdir()):
         raise UserError(f"{folder} holds training checkpoints; export to another folder")
     config, parameters = load_model(source)
     huggingface.write(folder, config, parameters)
@@ -270,6 +290,6 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("folder", type=cli.path, help="where config.json and model.safetensors go")
     options = parser.parse_args(arguments)
-    count = export(options.model, options.folder)
+    count = export(choose_model(options.model), options.folder)
     print(f"wrote {options.folder}: {count:,} parameters")
     return 0

@@ -61,7 +61,7 @@ def test_greedy_goes_on_with_what_was_learnt_and_stops_at_its_end(by_heart, caps
     prompt = decode(encode(TEXT)[:words])
     found = sampled(capsys, by_heart, "--temperature", 0, "--prompt", prompt)
     assert found.out == TEXT + "\n"
-    assert found.err == ""
+    assert found.err == f"weights from {by_heart / 'model_00000060.bin'}\n"
 
 
 def test_max_new_tokens_cuts_the_text(by_heart, capsys):
