@@ -88,8 +88,11 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 def find_model(
     model: str, seed: int, output_dir: str
-) -> "tuple[GPT2Config, Callable[[], dict[str, np.ndarray]]]":
-    """The model that --model names: its shape, and what gives its weights."""
+) -> "tuple[GPT2Config, Path | None, Callable[[], dict[str, np.ndarray]]]":
+    """The model that --model names: its shape, where its weights lie, and what gives them.
+
+    The weights of a preset are random: they lie nowhere.
+    """
     if model in PRESETS:
         from numbagpt.init import random_parameters
 
@@ -100,16 +103,17 @@ def find_model(
                 f"write ./{model} for what is here, or rename it"
             )
 
-        return PRESETS[model], lambda: random_parameters(PRESETS[model], seed)
+        return PRESETS[model], None, lambda: random_parameters(PRESETS[model], seed)
     if not os.path.exists(model):
         raise UserError(
             f"--model {model}: no such file or folder, and no preset; expected a model .bin, a "
             f"Hugging Face folder, a run's output folder or one of {', '.join(PRESETS)}"
         )
-    from numbagpt.checkpoint import load_model
+    from numbagpt.checkpoint import load_model, locate_model
 
-    config, parameters = load_model(model)
-    return config, lambda: parameters
+    path = locate_model(model)
+    config, parameters = load_model(path)
+    return config, path, lambda: parameters
 
 
 def fill_in_defaults(options: argparse.Namespace, config: GPT2Config, on_gpu: bool) -> None:
@@ -156,6 +160,7 @@ def count_batches(total: int, B: int, T: int) -> int:
 def summary(
     options: argparse.Namespace,
     config: GPT2Config,
+    source: Path | None,
     plan: "MemoryPlan",
     processor: str,
     loader: "TokenLoader",
@@ -165,12 +170,13 @@ def summary(
     from numbagpt.memory import num_parameters
 
     o, c, B, T = options, config, options.batch_size, options.sequence_length
+    weights = f"weights from {source}" if source else "random weights"
     epochs = o.num_iterations * o.total_batch_size / loader.num_tokens
     validation = f"{o.input_val_bin}: {val_loader.num_tokens:,} tokens" if val_loader else "none"
     return f"""\
 device      {processor}, {o.precision}, {plan.attention} attention
 model       {o.model}: L={c.num_layers} NH={c.num_heads} C={c.channels} V={c.vocab_size}, \
-{num_parameters(c) / 1e6:,.1f}M parameters
+{num_parameters(c) / 1e6:,.1f}M parameters, {weights}
 data        {o.input_bin}: {loader.num_tokens:,} tokens, {len(loader.paths)} shard(s)
 validation  {validation}
 batch       B={B} x T={T} x {o.accumulation_steps} = {o.total_batch_size:,} tokens a step
@@ -321,7 +327,9 @@ def main(argv: list[str] | None = None) -> int:
         from numbagpt.training import Trainer
     with output_folder(options.output_dir):
         device, processor = cli.choose_device(options)
-        config, make_parameters = find_model(options.model, options.seed, options.output_dir)
+        config, source, make_parameters = find_model(
+            options.model, options.seed, options.output_dir
+        )
         fill_in_defaults(options, config, device.name == "cuda")
         check_checkpoints(options.output_dir, config, options.num_iterations)
         model_options = cli.model_options(options, device, config)
@@ -333,7 +341,7 @@ def main(argv: list[str] | None = None) -> int:
         loader = TokenLoader(o.input_bin, B, T, V)
         val_loader = TokenLoader(o.input_val_bin, B, T, V) if o.input_val_bin else None
         plan = plan_model(config, device, B, T, **model_options)
-        print(summary(o, config, plan, processor, loader, val_loader))
+        print(summary(o, config, source, plan, processor, loader, val_loader))
 
         model = GPT2(config, device, B, T, **model_options)
         model.load_parameters(make_parameters())

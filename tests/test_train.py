@@ -229,6 +229,19 @@ def test_what_is_printed(flags, tmp_path, capsys):
     assert out.endswith(f"wrote {last}\nsample from it: python sample.py --checkpoint {last}\n")
 
 
+def test_the_summary_says_where_the_weights_come_from(flags, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(PRESETS, "tiny", SMALL_VOCAB)
+    run = tmp_path / "run"
+    for model, weights in [
+        ("tiny", "random weights"),
+        (tmp_path / "tiny.bin", f"weights from {tmp_path / 'tiny.bin'}"),
+        (run, f"weights from {run / 'model_00000004.bin'}"),
+    ]:
+        train.main(flags(model=model))
+        (line,) = re.findall("^model  .*$", capsys.readouterr().out, re.MULTILINE)
+        assert line == (f"model       {model}: L=1 NH=2 C=8 V=60, 0.0M parameters, {weights}")
+
+
 def test_a_sample_in_between_does_not_change_the_run(flags, reports, tmp_path):
     model = make_model_file(tmp_path / "full.bin", FULL_VOCAB)
     train.main(flags(model=model, sample_every=0))
