@@ -93,10 +93,15 @@ def main(argv: list[str] | None = None) -> int:
             top_k=options.top_k,
             top_p=options.top_p,
         )
-        print(options.prompt, end="", flush=True)
-        for piece in pieces:
-            print(piece, end="", flush=True)
-        print("\n---" if options.num_samples > 1 else "")
+        # the first piece before the prompt: what is wrong with a model shows there
+        print(options.prompt + next(pieces, ""), end="", flush=True)
+        try:
+            for piece in pieces:
+                print(piece, end="", flush=True)
+        finally:  # what is said of an error, or of Ctrl-C, begins a line
+            print()
+        if options.num_samples > 1:
+            print("---")
     return 0
 
 
