@@ -283,7 +283,7 @@ class Run:
         count = min(self.options.val_max_steps, loader.num_batches)
         batches = (self.trainer.pack(*loader.next_batch()) for _ in range(count))
         loss = self.trainer.evaluate(self.interrupt.watch(batches))
-        self.progress.check_finite("validation loss", loss)
+        self.progress.check_finite("validation loss", loss, step)
         print(f"validation loss after step {step}: {loss:.4f}")
 
     def sample(self, step: int) -> None:
@@ -354,6 +354,7 @@ def main(argv: list[str] | None = None) -> int:
             o.total_batch_size,
             metrics.flops_per_token(num_parameters(config), config.num_layers, config.channels, T),
             metrics.peak_flops(processor, o.precision),
+            source,
         )
         with Prefetcher(loader, trainer.pack) as batches:
             status = Run(trainer, batches, val_loader, progress, o).train()

@@ -91,7 +91,7 @@ def folder_without_a_model(files):
 
 def weights_that_are_not_finite(files):
     make_model_file(files / "nan.bin", SMALL_VOCAB, scale=float("nan"))
-    return ["--model", "nan.bin"], ["loss of step 1 is nan", "none was written"]
+    return ["--model", "nan.bin"], ["loss of step 1 is nan", "the weights in nan.bin are damaged"]
 
 
 def no_gpu(files):

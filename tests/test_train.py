@@ -264,8 +264,17 @@ def test_a_batch_too_large_for_the_memory_names_one_that_fits(flags, monkeypatch
 
 def test_weights_that_are_not_finite_stop_the_run(flags, tmp_path):
     model = make_model_file(tmp_path / "nan.bin", SMALL_VOCAB, scale=math.nan)
-    with pytest.raises(UserError, match=r"the loss of step 1 is nan.*none was written"):
-        train.main(flags(model=model))
+    val = make_shard(tmp_path / "val.bin", 100, SMALL_VOCAB.vocab_size)
+    for changes, what in [
+        ({}, "loss of step 1"),
+        ({"input_val_bin": val}, "validation loss of step 0"),
+    ]:
+        with pytest.raises(UserError) as error:
+            train.main(flags(model=model, **changes))
+        assert str(error.value) == (
+            f"the {what} is nan before anything was learned: the weights in {model} are damaged; "
+            "start from others"
+        )
     assert not (tmp_path / "run").exists()
 
 
