@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from numbagpt import cli, metrics
-from numbagpt.config import PRESETS, GPT2Config
+from numbagpt.config import PRESETS, VOCAB_SIZE, GPT2Config
 from numbagpt.errors import UserError
 from numbagpt.schedule import learning_rate_at
 
@@ -358,7 +358,7 @@ def main(argv: list[str] | None = None) -> int:
         )
         with Prefetcher(loader, trainer.pack) as batches:
             status = Run(trainer, batches, val_loader, progress, o).train()
-    if status == 0:
+    if status == 0 and V >= VOCAB_SIZE:  # else sample.py refuses
         path = str(progress.last_checkpoint)
         if path[0] in "-~":  # a flag to the program, a home folder to the shell
             path = f"./{path}"

@@ -249,9 +249,12 @@ def test_a_sample_in_between_does_not_change_the_run(flags, reports, tmp_path):
     assert reports.losses[:4] == reports.losses[4:]
 
 
-def test_no_sample_without_gpt2s_vocabulary(flags, capsys):
+def test_no_sample_without_gpt2s_vocabulary(flags, tmp_path, capsys):
     assert train.main(flags()) == 0
-    assert "no sample: the model knows 60 tokens" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "no sample: the model knows 60 tokens" in out
+    # nor the advice to sample with a program that would refuse
+    assert out.endswith(f"wrote {tmp_path / 'run' / 'model_00000004.bin'}\n")
 
 
 def test_a_batch_too_large_for_the_memory_names_one_that_fits(flags, monkeypatch, capsys):
@@ -294,7 +297,8 @@ def test_a_run_that_blows_up_stops_and_names_the_last_checkpoint(flags, tmp_path
 
 
 def test_the_command_it_prints_works_for_any_folder(flags, tmp_path, capsys):
-    train.main(flags(output_dir=tmp_path / "it's a run"))
+    model = make_model_file(tmp_path / "full.bin", FULL_VOCAB)
+    train.main(flags(model=model, output_dir=tmp_path / "it's a run"))
     *_, checkpoint = shlex.split(capsys.readouterr().out.splitlines()[-1])
     assert checkpoint == str(tmp_path / "it's a run" / "model_00000004.bin")
 
@@ -441,7 +445,7 @@ def test_a_preset_does_not_hide_a_folder_of_its_name(tmp_path, monkeypatch):
 @pytest.mark.parametrize("folder", ["-x", "~x"])
 def test_the_advice_at_the_end_can_be_pasted(flags, tmp_path, monkeypatch, capsys, folder):
     monkeypatch.chdir(tmp_path)
-    settings = flags(output_dir=None)
+    settings = flags(model=make_model_file(tmp_path / "full.bin", FULL_VOCAB), output_dir=None)
     i = settings.index("--output_dir")
     assert train.main([*settings[:i], *settings[i + 2 :], f"--output_dir={folder}"]) == 0
     advice = f"--checkpoint {shlex.quote(f'./{folder}/model_00000004.bin')}\n"
