@@ -116,7 +116,7 @@ def locate_model(path: str | os.PathLike) -> Path:
     Raises UserError if a folder has none, or for a damaged one, naming the highest that is whole.
     """
     path = Path(path)
-    if not path.is_dir() or (path / "config.json").exists():
+    if not path.is_dir() or (path / huggingface.CONFIG).exists():
         return path
     last, *earlier = find_checkpoints(path)
     try:
@@ -198,12 +198,13 @@ def _step(path: Path) -> int | None:
 def export(source: str | os.PathLike, folder: str | os.PathLike) -> int:
     """Write the model at `source` as a Hugging Face folder; returns its number of parameters.
 
-    Raises UserError if the model cannot be loaded or the folder not written. A folder of training
-    checkpoints is refused: a config.json there would hide them from `load_model`.
+    Raises UserError if the model cannot be loaded, the folder not written, or if it holds a model.
+    A folder of training checkpoints is refused: a config.json would hide them from `load_model`.
     """
     folder = Path(folder)
     if folder.is_dir() and any(_step(path) is not None for path in folder.iterdir()):
         raise UserError(f"{folder} holds training checkpoints; export to another folder")
+    huggingface.check_vacant(folder)  # before the model is read, which takes a while
     config, parameters = load_model(source)
     huggingface.write(folder, config, parameters)
     padding = (config.padded_vocab_size - config.vocab_size) * config.channels

@@ -434,6 +434,20 @@ def test_export_interrupted(tmp_path, model_bin, monkeypatch, capsys):
     assert capsys.readouterr() == ("", "interrupted\n")
 
 
+def test_export_leaves_another_model_alone(tmp_path, capsys):
+    """Before it reads its own: that one is missing."""
+    config = tmp_path / "hf" / "config.json"
+    config.parent.mkdir()
+    config.write_text("{}")
+    assert run_program(partial(main, ["export", str(tmp_path / "a.bin"), str(config.parent)])) == 1
+    assert capsys.readouterr() == (
+        "",
+        f"error: {config} is there already; expected a folder without a model; name another, or "
+        "remove the model that is there\n",
+    )
+    assert config.read_text() == "{}"
+
+
 def test_export_does_not_hide_training_checkpoints(tmp_path):
     checkpoint = tmp_path / "model_00000001.bin"
     write_model(checkpoint, CONFIG, make_parameters())
