@@ -54,6 +54,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     flag("--input_bin", path, None, "shards to train on, a glob pattern (default: built-in corpus)")
     flag("--input_val_bin", path, None, "shards to validate on (default: the corpus's, or none)")
     flag("--output_dir", path, cli.DEFAULT_OUTPUT_DIR, "where model_<step>.bin is written")
+    parser.switch("--overwrite", "replace an earlier run's checkpoints of the same steps there")
     flag("--model", path, "nano", f"{', '.join(PRESETS)} (random weights), a .bin or a folder")
     parser.section("batch")
     flag("--batch_size", count, None, "B (default: what makes 4096 tokens on a GPU, 512 elsewhere)")
@@ -331,7 +332,9 @@ def main(argv: list[str] | None = None) -> int:
             options.model, options.seed, options.output_dir
         )
         fill_in_defaults(options, config, device.name == "cuda")
-        check_checkpoints(options.output_dir, config, options.num_iterations)
+        check_checkpoints(
+            options.output_dir, config, options.num_iterations, overwrite=options.overwrite
+        )
         model_options = cli.model_options(options, device, config)
         model_options["recompute"] = options.recompute
         options.precision = model_options["precision"]

@@ -153,17 +153,28 @@ def load_model(path: str | os.PathLike) -> tuple[GPT2Config, dict[str, np.ndarra
     return read_model(path)
 
 
-def check_checkpoints(folder: str | os.PathLike, config: GPT2Config, last_step: int) -> None:
+def check_checkpoints(
+    folder: str | os.PathLike, config: GPT2Config, last_step: int, overwrite: bool = False
+) -> None:
     """Prove that a run can write its checkpoints up to `last_step` to the folder, which exists.
 
+    overwrite   replace an earlier run's of the same steps, instead of refusing a folder with any:
+                a higher step that is there would go on being what the folder stands for
+
     Called before any work, so that a run does not fail at its first checkpoint an hour later.
-    Raises UserError where what has the name of one cannot be replaced by a file, such as a folder
-    or a link that leads nowhere, and where the disk has no room for one.
+    Raises UserError where the folder has checkpoints that are to stay, where what has the name of
+    one cannot be replaced by a file, such as a folder or a link that leads nowhere, and where the
+    disk has no room for one.
     """
-    for path in Path(folder).iterdir():
-        step = _step(path)
-        if step is not None and step <= last_step and (path.is_symlink() or not path.is_file()):
+    steps = _steps(Path(folder))
+    for path, step in steps.items():
+        if step <= last_step and (path.is_symlink() or not path.is_file()):
             check_writable_file(path)
+    if steps and not overwrite:
+        raise UserError(
+            f"{max(steps, key=steps.get)} is there already; expected no checkpoints of an earlier "
+            "run; choose another folder with --output_dir, or replace them with --overwrite"
+        )
     check_room(folder, "a checkpoint", _model_bytes(parameter_shapes(config), "float32"))
 
 
@@ -177,22 +188,19 @@ def find_checkpoints(folder: str | os.PathLike) -> list[Path]:
     folder = Path(folder)
     if not folder.is_dir():
         raise UserError(f"no folder {folder}; expected the output folder of a training run")
-    steps = {path: _step(path) for path in folder.iterdir()}
-    checkpoints = [path for path, step in steps.items() if step is not None]
-    if not checkpoints:
+    steps = _steps(folder)
+    if not steps:
         raise UserError(
             f"no model in folder {folder}; expected model_<step>.bin as training writes it, "
             "or config.json with model.safetensors"
         )
-    return sorted(
-        checkpoints, key=lambda path: (steps[path], path.stat().st_mtime_ns), reverse=True
-    )
+    return sorted(steps, key=lambda path: (steps[path], path.stat().st_mtime_ns), reverse=True)
 
 
-def _step(path: Path) -> int | None:
-    """The step in a checkpoint's name, None if the name is no checkpoint's."""
-    name = CHECKPOINT_NAME.fullmatch(path.name)
-    return int(name[1]) if name else None
+def _steps(folder: Path) -> dict[Path, int]:
+    """What has the name of a checkpoint in a folder, and the step in its name."""
+    names = {path: CHECKPOINT_NAME.fullmatch(path.name) for path in folder.iterdir()}
+    return {path: int(name[1]) for path, name in names.items() if name}
 
 
 def export(source: str | os.PathLike, folder: str | os.PathLike) -> int:
@@ -202,7 +210,7 @@ def export(source: str | os.PathLike, folder: str | os.PathLike) -> int:
     A folder of training checkpoints is refused: a config.json would hide them from `load_model`.
     """
     folder = Path(folder)
-    if folder.is_dir() and any(_step(path) is not None for path in folder.iterdir()):
+    if folder.is_dir() and _steps(folder):
         raise UserError(f"{folder} holds training checkpoints; export to another folder")
     huggingface.check_vacant(folder)  # before the model is read, which takes a while
     config, parameters = load_model(source)

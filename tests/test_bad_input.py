@@ -110,6 +110,12 @@ def output_folder_not_writable(files):
     return ["--output_dir", "tokens.bin/run"], ["tokens.bin/run", "Not a directory"]
 
 
+def output_folder_has_a_checkpoint(files):
+    (files / "run").mkdir()
+    (files / "run" / "model_00000009.bin").write_bytes(b"")
+    return ["--output_dir", "run"], ["run/model_00000009.bin is there", "--overwrite"]
+
+
 def checkpoint_name_is_a_folder(files):
     (files / "run" / "model_00000001.bin").mkdir(parents=True)
     return ["--output_dir", "run"], ["run/model_00000001.bin", "not a regular file", "move it"]
@@ -138,6 +144,7 @@ CASES = [
     precision_without_a_gpu,
     output_folder_is_a_file,
     output_folder_not_writable,
+    output_folder_has_a_checkpoint,
     checkpoint_name_is_a_folder,
     failure_with_a_deep_output_folder,
 ]
@@ -223,9 +230,9 @@ def test_a_tilde_is_the_home_folder_in_every_path(files, monkeypatch):
     assert {path.relative_to(files).as_posix() for path in files.rglob("model_*.bin")} == {
         f"{folder}/run/model_00000001.bin" for folder in ("home", "~nouser", "~")
     }
-    flags = [*flags, "--input_bin", "./~tilde.bin", "--output_dir", "again", "--model"]
+    flags = [*flags, "--input_bin", "./~tilde.bin", "--output_dir", "again", "--overwrite"]
     for model in ("~/run/model_00000001.bin", "~nouser/run", "./~/run"):
-        found = run("train.py", *flags, model, cwd=files)
+        found = run("train.py", *flags, "--model", model, cwd=files)
         assert (found.returncode, found.stderr) == (0, "")
 
 

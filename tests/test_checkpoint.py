@@ -248,7 +248,7 @@ def test_checkpoints_that_can_be_written(tmp_path):
     (tmp_path / "model_00000004.bin").mkdir()
     (tmp_path / "model_last.bin").mkdir()
     before = sorted(tmp_path.rglob("*"))
-    check_checkpoints(tmp_path, CONFIG, 3)
+    check_checkpoints(tmp_path, CONFIG, 3, overwrite=True)
     assert sorted(tmp_path.rglob("*")) == before
     assert (tmp_path / "model_00000001.bin").read_bytes() == b"old"
 
@@ -267,6 +267,18 @@ def test_checkpoints_that_cannot_be_written(tmp_path, make, message):
     make(path)
     with pytest.raises(UserError, match=f"^cannot write {path}{message}"):
         check_checkpoints(tmp_path, CONFIG, 3)
+
+
+@pytest.mark.parametrize("step", [1, 3, 4, 100_000_000])
+def test_checkpoints_that_are_to_stay(tmp_path, step):
+    """Those of later steps would hide the run's from who names the folder."""
+    path = tmp_path / f"model_{step:08d}.bin"
+    for name in (path.name, "model_00000000.bin"):
+        (tmp_path / name).write_bytes(b"old")
+    with pytest.raises(UserError, match=f"^{path} is there already; .* with --overwrite$"):
+        check_checkpoints(tmp_path, CONFIG, 3)
+    check_checkpoints(tmp_path, CONFIG, 3, overwrite=True)
+    assert path.read_bytes() == b"old"
 
 
 def test_room_for_a_checkpoint(model_bin, monkeypatch):

@@ -99,9 +99,10 @@ def test_one_seed_gives_bit_identical_runs(flags, reports, tmp_path, monkeypatch
 
 
 @pytest.mark.gpu
-def test_the_gpu_repeats_itself_and_agrees_with_the_cpu(flags, reports):
-    for device in ("cuda", "cuda", "cpu"):
-        train.main(flags(device=device, precision="fp32", num_iterations=8, learning_rate=0.01))
+def test_the_gpu_repeats_itself_and_agrees_with_the_cpu(flags, reports, tmp_path):
+    for i, device in enumerate(("cuda", "cuda", "cpu")):
+        settings = {"device": device, "output_dir": tmp_path / str(i)}
+        train.main(flags(**settings, precision="fp32", num_iterations=8, learning_rate=0.01))
     first, second, cpu = (reports.losses[i : i + 8] for i in (0, 8, 16))
     assert first == second
     np.testing.assert_allclose(first, cpu, rtol=1e-4)
@@ -158,6 +159,7 @@ def test_validation_uses_the_same_batches_each_time_and_val_max_steps_of_them(
                 val_max_steps=max_steps,
                 learning_rate=1e-12,
                 num_iterations=2,
+                output_dir=tmp_path / str(max_steps),
             )
         )
         return re.findall(r"validation loss after step \d: (\S+)", capsys.readouterr().out)
@@ -198,10 +200,31 @@ def test_a_full_disk_stops_the_run_before_its_first_step(flags, reports, tmp_pat
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("model", ["tiny.bin", "run"])
+def test_checkpoints_of_an_earlier_run_are_kept(flags, tmp_path, reports, capsys, model):
+    """Also those that the run would start from."""
+    train.main(flags())
+    written = tmp_path / "run" / "model_00000004.bin"
+    before = written.read_bytes()
+    again = flags(model=tmp_path / model, learning_rate=0.1)
+    capsys.readouterr()
+    assert cli.run_program(lambda: train.main(again)) == 1
+    assert capsys.readouterr() == (
+        "",
+        f"error: {written} is there already; expected no checkpoints of an earlier run; choose "
+        "another folder with --output_dir, or replace them with --overwrite\n",
+    )
+    assert len(reports.losses) == 4
+    assert written.read_bytes() == before
+    assert train.main([*again, "--overwrite"]) == 0
+    assert len(reports.losses) == 8
+    assert written.read_bytes() != before
+
+
 def test_a_run_goes_on_from_an_output_folder(flags, reports, tmp_path):
     settings = flags(num_iterations=60, learning_rate=0.03)
     train.main([*settings, "--overfit_single_batch"])
-    settings = flags(model=tmp_path / "run", num_iterations=1)
+    settings = flags(model=tmp_path / "run", output_dir=tmp_path / "on", num_iterations=1)
     train.main([*settings, "--overfit_single_batch"])
     assert reports.losses[60] < reports.losses[59] + 0.05 < reports.losses[0] / 2
 
@@ -237,7 +260,7 @@ def test_the_summary_says_where_the_weights_come_from(flags, tmp_path, monkeypat
         (tmp_path / "tiny.bin", f"weights from {tmp_path / 'tiny.bin'}"),
         (run, f"weights from {run / 'model_00000004.bin'}"),
     ]:
-        train.main(flags(model=model))
+        train.main([*flags(model=model), "--overwrite"])
         (line,) = re.findall("^model  .*$", capsys.readouterr().out, re.MULTILINE)
         assert line == (f"model       {model}: L=1 NH=2 C=8 V=60, 0.0M parameters, {weights}")
 
@@ -245,7 +268,8 @@ def test_the_summary_says_where_the_weights_come_from(flags, tmp_path, monkeypat
 def test_a_sample_in_between_does_not_change_the_run(flags, reports, tmp_path):
     model = make_model_file(tmp_path / "full.bin", FULL_VOCAB)
     train.main(flags(model=model, sample_every=0))
-    train.main(flags(model=model, sample_every=1, val_loss_every=1))
+    settings = flags(model=model, sample_every=1, val_loss_every=1)
+    train.main([*settings, "--overwrite"])
     assert reports.losses[:4] == reports.losses[4:]
 
 
@@ -458,6 +482,7 @@ def test_a_run_may_be_called_like_its_preset(tmp_path, monkeypatch):
     settings = "--device cpu --input_bin train.bin --batch_size 1 --sequence_length 8"
     for steps in ("1", "2"):  # the second finds the folder of the first
         arguments = [*settings.split(), "--num_iterations", steps, "--output_dir", "nano"]
+        arguments.append("--overwrite")
         assert train.main(arguments) == 0
     assert checkpoints(tmp_path / "nano") == ["model_00000001.bin", "model_00000002.bin"]
 
@@ -556,8 +581,9 @@ def test_help_states_every_flag_and_its_default(capsys):
     names += " num_iterations learning_rate warmup_iters learning_rate_decay_frac weight_decay"
     names += " grad_clip val_loss_every val_max_steps sample_every overfit_single_batch device"
     names += " precision attention graph recompute nvtx seed beta1 beta2 eps checkpoint_every"
+    names += " overwrite"
     assert sorted(listed) == sorted(f"--{name}" for name in names.split())
-    assert text.count("(default:") >= len(listed) - 2  # all but the switches
+    assert text.count("(default:") >= len(listed) - 3  # all but the switches
 
 
 @pytest.mark.slow
