@@ -162,10 +162,16 @@ def check_checkpoints(
                 a higher step that is there would go on being what the folder stands for
 
     Called before any work, so that a run does not fail at its first checkpoint an hour later.
-    Raises UserError where the folder has checkpoints that are to stay, where what has the name of
-    one cannot be replaced by a file, such as a folder or a link that leads nowhere, and where the
-    disk has no room for one.
+    Raises UserError where the folder is Hugging Face's, where it has checkpoints that are to stay,
+    where what has the name of one cannot be replaced by a file, such as a folder or a link that
+    leads nowhere, and where the disk has no room for one.
     """
+    config_path = Path(folder, huggingface.CONFIG)
+    if config_path.exists():
+        raise UserError(
+            f"{config_path} makes its folder a Hugging Face model, which would be taken in place "
+            "of the run's checkpoints; choose another folder with --output_dir"
+        )
     steps = _steps(Path(folder))
     for path, step in steps.items():
         if step <= last_step and (path.is_symlink() or not path.is_file()):

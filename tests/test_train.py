@@ -221,6 +221,23 @@ def test_checkpoints_of_an_earlier_run_are_kept(flags, tmp_path, reports, capsys
     assert written.read_bytes() != before
 
 
+@pytest.mark.parametrize("overwrite", [[], ["--overwrite"]])
+def test_a_hugging_face_folder_takes_no_checkpoints(flags, tmp_path, reports, overwrite):
+    """They would be there, and load_model would go on taking the old weights."""
+    folder = tmp_path / "hf"
+    checkpoint.export(tmp_path / "tiny.bin", folder)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    with pytest.raises(UserError) as error:
+        train.main([*flags(model=folder, output_dir=folder), *overwrite])
+    assert str(error.value) == (
+        f"{folder / 'config.json'} makes its folder a Hugging Face model, which would be taken in "
+        "place of the run's checkpoints; choose another folder with --output_dir"
+    )
+    assert reports.losses == []
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    assert train.main(flags(model=folder)) == 0
+
+
 def test_a_run_goes_on_from_an_output_folder(flags, reports, tmp_path):
     settings = flags(num_iterations=60, learning_rate=0.03)
     train.main([*settings, "--overfit_single_batch"])
