@@ -1,6 +1,6 @@
 """Write text with a GPT-2.
 
-python sample.py                                  the newest checkpoint of python train.py
+python sample.py                                  the last checkpoint of python train.py
 python sample.py --checkpoint gpt2/ --prompt "In a shocking finding," --top_k 50
 """
 
@@ -26,7 +26,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         "--checkpoint",
         cli.path,
         cli.DEFAULT_OUTPUT_DIR,
-        "a model .bin, a run's output folder (its last one) or a Hugging Face folder",
+        "a model .bin, a run's output folder (its highest step) or a Hugging Face folder",
     )
     parser.text("--prompt", "what to go on from (default: none, the beginning of a text)")
     parser.flag("--max_new_tokens", count, 256, "stop there, if the text does not end before")
@@ -52,10 +52,10 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 def load(options: argparse.Namespace) -> "GPT2":
     """The model that --checkpoint names, on the device."""
     with cli.loading():
-        from numbagpt.checkpoint import load_model
+        from numbagpt.checkpoint import choose_model, load_model
         from numbagpt.gpt2 import GPT2
     device, _ = cli.choose_device(options)
-    config, parameters = load_model(options.checkpoint)
+    config, parameters = load_model(choose_model(options.checkpoint))
     model_options = cli.model_options(options, device, config)
     model = GPT2(config, device, 1, config.max_seq_len, training=False, **model_options)
     model.load_parameters(parameters)
@@ -93,10 +93,15 @@ def main(argv: list[str] | None = None) -> int:
             top_k=options.top_k,
             top_p=options.top_p,
         )
-        print(options.prompt, end="", flush=True)
-        for piece in pieces:
-            print(piece, end="", flush=True)
-        print("\n---" if options.num_samples > 1 else "")
+        # the first piece before the prompt: what is wrong with a model shows there
+        print(options.prompt + next(pieces, ""), end="", flush=True)
+        try:
+            for piece in pieces:
+                print(piece, end="", flush=True)
+        finally:  # what is said of an error, or of Ctrl-C, begins a line
+            print()
+        if options.num_samples > 1:
+            print("---")
     return 0
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from numbagpt import cli, metrics
-from numbagpt.config import PRESETS, GPT2Config
+from numbagpt.config import PRESETS, VOCAB_SIZE, GPT2Config
 from numbagpt.errors import DataError, UserError
 from numbagpt.schedule import learning_rate_at
 
@@ -45,12 +45,15 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     count, from_zero, fraction = cli.number(int, 1), cli.number(int, 0), cli.number(float, 0, 1)
     positive, not_negative = cli.number(float, 0, above=True), cli.number(float, 0)
     beta = cli.number(float, 0, 0.999999)
+    # what lies far beyond is 0 or infinity in float32
+    eps, clip = cli.number(float, 1e-30, 1e30), cli.number(float, 1e-30, 1e30, or_zero=True)
     flag, path = parser.flag, cli.path
 
     parser.section("data and model")
     flag("--input_bin", path, None, "shards to train on, a glob pattern (default: built-in corpus)")
     flag("--input_val_bin", path, None, "shards to validate on (default: the corpus's, or none)")
     flag("--output_dir", path, cli.DEFAULT_OUTPUT_DIR, "where model_<step>.bin is written")
+    parser.switch("--overwrite", "replace an earlier run's checkpoints of the same steps there")
     flag("--model", path, "nano", f"{', '.join(PRESETS)} (random weights), a .bin or a folder")
     parser.section("batch")
     flag("--batch_size", count, None, "B (default: what makes 4096 tokens on a GPU, 512 elsewhere)")
@@ -64,10 +67,10 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     flag("--warmup_iters", from_zero, None, "steps of warm-up (default: a fifth, at most 700)")
     flag("--learning_rate_decay_frac", fraction, 0.1, "last learning rate as part of the highest")
     flag("--weight_decay", not_negative, 0.1, "of matrices and embeddings")
-    flag("--grad_clip", not_negative, 1.0, "largest norm of the gradients; 0 clips nothing")
+    flag("--grad_clip", clip, 1.0, "largest norm of the gradients; 0 clips nothing")
     flag("--beta1", beta, 0.9, "AdamW's memory of the gradient")
     flag("--beta2", beta, 0.95, "AdamW's memory of its square")
-    flag("--eps", cli.number(float, 1e-30), 1e-8, "AdamW's epsilon")
+    flag("--eps", eps, 1e-8, "AdamW's epsilon")
     parser.section("every N steps and at the end; 0: only at the end")
     flag("--val_loss_every", from_zero, 100, "print the validation loss")
     flag("--sample_every", from_zero, 0, "print a sample")
@@ -85,8 +88,11 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 def find_model(
     model: str, seed: int, output_dir: str
-) -> "tuple[GPT2Config, Callable[[], dict[str, np.ndarray]]]":
-    """The model that --model names: its shape, and what gives its weights."""
+) -> "tuple[GPT2Config, Path | None, Callable[[], dict[str, np.ndarray]]]":
+    """The model that --model names: its shape, where its weights lie, and what gives them.
+
+    The weights of a preset are random: they lie nowhere.
+    """
     if model in PRESETS:
         from numbagpt.init import random_parameters
 
@@ -97,16 +103,17 @@ def find_model(
                 f"write ./{model} for what is here, or rename it"
             )
 
-        return PRESETS[model], lambda: random_parameters(PRESETS[model], seed)
+        return PRESETS[model], None, lambda: random_parameters(PRESETS[model], seed)
     if not os.path.exists(model):
         raise UserError(
             f"--model {model}: no such file or folder, and no preset; expected a model .bin, a "
             f"Hugging Face folder, a run's output folder or one of {', '.join(PRESETS)}"
         )
-    from numbagpt.checkpoint import load_model
+    from numbagpt.checkpoint import load_model, locate_model
 
-    config, parameters = load_model(model)
-    return config, lambda: parameters
+    path = locate_model(model)
+    config, parameters = load_model(path)
+    return config, path, lambda: parameters
 
 
 def fill_in_defaults(options: argparse.Namespace, config: GPT2Config, on_gpu: bool) -> None:
@@ -153,6 +160,7 @@ def count_batches(total: int, B: int, T: int) -> int:
 def summary(
     options: argparse.Namespace,
     config: GPT2Config,
+    source: Path | None,
     plan: "MemoryPlan",
     processor: str,
     loader: "TokenLoader",
@@ -162,12 +170,13 @@ def summary(
     from numbagpt.memory import num_parameters
 
     o, c, B, T = options, config, options.batch_size, options.sequence_length
+    weights = f"weights from {source}" if source else "random weights"
     epochs = o.num_iterations * o.total_batch_size / loader.num_tokens
     validation = f"{o.input_val_bin}: {val_loader.num_tokens:,} tokens" if val_loader else "none"
     return f"""\
 device      {processor}, {o.precision}, {plan.attention} attention
 model       {o.model}: L={c.num_layers} NH={c.num_heads} C={c.channels} V={c.vocab_size}, \
-{num_parameters(c) / 1e6:,.1f}M parameters
+{num_parameters(c) / 1e6:,.1f}M parameters, {weights}
 data        {o.input_bin}: {loader.num_tokens:,} tokens, {len(loader.paths)} shard(s)
 validation  {validation}
 batch       B={B} x T={T} x {o.accumulation_steps} = {o.total_batch_size:,} tokens a step
@@ -210,9 +219,9 @@ class Run:
                     self.step(step)
                     self.report(in_flight)
                 self.between_steps(self.options.num_iterations)
-            except cli.Stopped:
+            except cli.Stopped as stopped:
                 self.stop()
-                return cli.INTERRUPTED
+                return stopped.status
             except DataError:
                 self.stop()
                 raise
@@ -277,7 +286,7 @@ class Run:
         count = min(self.options.val_max_steps, loader.num_batches)
         batches = (self.trainer.pack(*loader.next_batch()) for _ in range(count))
         loss = self.trainer.evaluate(self.interrupt.watch(batches))
-        self.progress.check_finite("validation loss", loss)
+        self.progress.check_finite("validation loss", loss, step)
         print(f"validation loss after step {step}: {loss:.4f}")
 
     def sample(self, step: int) -> None:
@@ -321,9 +330,13 @@ def main(argv: list[str] | None = None) -> int:
         from numbagpt.training import Trainer
     with output_folder(options.output_dir):
         device, processor = cli.choose_device(options)
-        config, make_parameters = find_model(options.model, options.seed, options.output_dir)
+        config, source, make_parameters = find_model(
+            options.model, options.seed, options.output_dir
+        )
         fill_in_defaults(options, config, device.name == "cuda")
-        check_checkpoints(options.output_dir, config, options.num_iterations)
+        check_checkpoints(
+            options.output_dir, config, options.num_iterations, overwrite=options.overwrite
+        )
         model_options = cli.model_options(options, device, config)
         model_options["recompute"] = options.recompute
         options.precision = model_options["precision"]
@@ -333,7 +346,7 @@ def main(argv: list[str] | None = None) -> int:
         loader = TokenLoader(o.input_bin, B, T, V)
         val_loader = TokenLoader(o.input_val_bin, B, T, V) if o.input_val_bin else None
         plan = plan_model(config, device, B, T, **model_options)
-        print(summary(o, config, plan, processor, loader, val_loader))
+        print(summary(o, config, source, plan, processor, loader, val_loader))
 
         model = GPT2(config, device, B, T, **model_options)
         model.load_parameters(make_parameters())
@@ -346,10 +359,11 @@ def main(argv: list[str] | None = None) -> int:
             o.total_batch_size,
             metrics.flops_per_token(num_parameters(config), config.num_layers, config.channels, T),
             metrics.peak_flops(processor, o.precision),
+            source,
         )
         with Prefetcher(loader, trainer.pack) as batches:
             status = Run(trainer, batches, val_loader, progress, o).train()
-    if status == 0:
+    if status == 0 and V >= VOCAB_SIZE:  # else sample.py refuses
         path = shell_path(progress.last_checkpoint)
         print(f"sample from it: python sample.py --checkpoint {path}")
     return status

@@ -25,6 +25,7 @@ if __name__ == "__main__":  # before the imports, so that Ctrl-C is answered whi
 import math
 import os
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -98,84 +99,118 @@ def read_model(path: str | os.PathLike) -> tuple[GPT2Config, dict[str, np.ndarra
     return config, parameters
 
 
-def load_model(path: str | os.PathLike) -> tuple[GPT2Config, dict[str, np.ndarray]]:
-    """Load a model from a .bin, a Hugging Face folder, or the newest .bin of a training run.
+def locate_model(path: str | os.PathLike) -> Path:
+    """What `path` stands for: a .bin, or a Hugging Face folder.
 
-    A folder with a config.json is Hugging Face's; any other is searched for model_<step>.bin.
+    A folder with a config.json is Hugging Face's; any other stands for its model_<step>.bin of the
+    highest step. Everything else stands for itself.
+
+    Raises UserError if a folder has none, or for a damaged one, naming the highest that is whole.
+    """
+    path = Path(path)
+    if not path.is_dir() or (path / huggingface.CONFIG).exists():
+        return path
+    last, *earlier = find_checkpoints(path)
+    try:
+        _read_header(last)
+    except UserError as error:
+        for checkpoint in earlier:
+            try:
+                _read_header(checkpoint)
+            except UserError:
+                continue
+            raise UserError(f"{error}; or name an earlier one: {checkpoint}") from error
+        raise
+    return last
+
+
+def choose_model(path: str | os.PathLike) -> Path:
+    """locate_model for a program: says on stderr which of its files a folder stands for."""
+    located = locate_model(path)
+    if located != Path(path):
+        print(f"weights from {located}", file=sys.stderr)
+    return located
+
+
+def load_model(path: str | os.PathLike) -> tuple[GPT2Config, dict[str, np.ndarray]]:
+    """Load the model that `path` stands for (see locate_model): its config and the 16 tensors.
 
     Raises UserError if there is no model there or it cannot be used.
     """
-    path = Path(path)
+    path = locate_model(path)
     if path.is_dir():
-        if (path / "config.json").exists():
-            return huggingface.read(path)
-        return _read_newest(path)
+        return huggingface.read(path)
     if path.suffix == ".safetensors":
         raise UserError(f"{path} has no shape; name the folder that holds it and its config.json")
     return read_model(path)
 
 
-def check_checkpoints(folder: str | os.PathLike, config: GPT2Config, last_step: int) -> None:
+def check_checkpoints(
+    folder: str | os.PathLike, config: GPT2Config, last_step: int, overwrite: bool = False
+) -> None:
     """Prove that a run can write its checkpoints up to `last_step` to the folder, which exists.
 
+    overwrite   replace an earlier run's of the same steps, instead of refusing a folder with any:
+                a higher step that is there would go on being what the folder stands for
+
     Called before any work, so that a run does not fail at its first checkpoint an hour later.
-    Raises UserError where what has the name of one cannot be replaced by a file, such as a folder
-    or a link that leads nowhere, and where the disk has no room for one.
+    Raises UserError where the folder is Hugging Face's, where it has checkpoints that are to stay,
+    where what has the name of one cannot be replaced by a file, such as a folder or a link that
+    leads nowhere, and where the disk has no room for one.
     """
-    for path in Path(folder).iterdir():
-        name = CHECKPOINT_NAME.fullmatch(path.name)
-        if name and int(name[1]) <= last_step and (path.is_symlink() or not path.is_file()):
+    config_path = Path(folder, huggingface.CONFIG)
+    if config_path.exists():
+        raise UserError(
+            f"{config_path} makes its folder a Hugging Face model, which would be taken in place "
+            "of the run's checkpoints; choose another folder with --output_dir"
+        )
+    steps = _steps(Path(folder))
+    for path, step in steps.items():
+        if step <= last_step and (path.is_symlink() or not path.is_file()):
             check_writable_file(path)
+    if steps and not overwrite:
+        raise UserError(
+            f"{max(steps, key=steps.get)} is there already; expected no checkpoints of an earlier "
+            "run; choose another folder with --output_dir, or replace them with --overwrite"
+        )
     check_room(folder, "a checkpoint", _model_bytes(parameter_shapes(config), "float32"))
 
 
 def find_checkpoints(folder: str | os.PathLike) -> list[Path]:
-    """Every model_<step>.bin in `folder`, that which was written last first.
+    """Every model_<step>.bin in `folder`, that of the highest step first.
 
-    Not the one with the highest step: a shorter run into the same folder is the newer one.
+    Not that which was written last: copying a folder gives its files any order in time. That
+    decides only between two names of one step, such as model_7.bin and model_00000007.bin.
     Raises UserError if there is none.
     """
     folder = Path(folder)
     if not folder.is_dir():
         raise UserError(f"no folder {folder}; expected the output folder of a training run")
-    checkpoints = [p for p in folder.iterdir() if CHECKPOINT_NAME.fullmatch(p.name)]
-    if not checkpoints:
+    steps = _steps(folder)
+    if not steps:
         raise UserError(
             f"no model in folder {folder}; expected model_<step>.bin as training writes it, "
             "or config.json with model.safetensors"
         )
-    # files copied in the same instant: the later step
-    return sorted(
-        checkpoints,
-        key=lambda path: (path.stat().st_mtime_ns, len(path.name), path.name),
-        reverse=True,
-    )
+    return sorted(steps, key=lambda path: (steps[path], path.stat().st_mtime_ns), reverse=True)
 
 
-def _read_newest(folder: Path) -> tuple[GPT2Config, dict[str, np.ndarray]]:
-    """read_model of the newest checkpoint; the error for a damaged one names the newest whole."""
-    newest, *older = find_checkpoints(folder)
-    try:
-        return read_model(newest)
-    except UserError as error:
-        for path in older:
-            try:
-                _read_header(path)
-            except UserError:
-                continue
-            raise UserError(f"{error}; or name an older one: {path}") from error
-        raise
+def _steps(folder: Path) -> dict[Path, int]:
+    """What has the name of a checkpoint in a folder, and the step in its name."""
+    names = {path: CHECKPOINT_NAME.fullmatch(path.name) for path in folder.iterdir()}
+    return {path: int(name[1]) for path, name in names.items() if name}
 
 
 def export(source: str | os.PathLike, folder: str | os.PathLike) -> int:
     """Write the model at `source` as a Hugging Face folder; returns its number of parameters.
 
-    Raises UserError if the model cannot be loaded or the folder not written. A folder of training
-    checkpoints is refused: a config.json there would hide them from `load_model`.
+    Raises UserError if the model cannot be loaded, the folder not written, or if it holds a model.
+    A folder of training checkpoints is refused: a config.json would hide them from `load_model`.
     """
     folder = Path(folder)
-    if folder.is_dir() and any(CHECKPOINT_NAME.fullmatch(entry.name) for entry in folder.iterdir()):
+    if folder.is_dir() and _steps(folder):
         raise UserError(f"{folder} holds training checkpoints; export to another folder")
+    huggingface.check_vacant(folder)  # before the model is read, which takes a while
     config, parameters = load_model(source)
     huggingface.write(folder, config, parameters)
     padding = (config.padded_vocab_size - config.vocab_size) * config.channels
@@ -262,6 +297,6 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("folder", type=cli.path, help="where config.json and model.safetensors go")
     options = parser.parse_args(arguments)
-    count = export(options.model, options.folder)
+    count = export(choose_model(options.model), options.folder)
     print(f"wrote {options.folder}: {count:,} parameters")
     return 0

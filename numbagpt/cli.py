@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import errno
 import os
 import signal
 import sys
@@ -10,14 +11,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from numbagpt.errors import UserError
+from numbagpt.modes import ATTENTIONS, PRECISIONS
 
 if TYPE_CHECKING:
     from numbagpt.config import GPT2Config
     from numbagpt.device import Device
 
 DEFAULT_OUTPUT_DIR = "out"
-INTERRUPTED = 130  # what a shell reports for a program that Ctrl-C ended: 128 + SIGINT
+# What ends a program, and what it says then: Ctrl-C; and the signal of `kill`, of a container being
+# stopped, of a batch system whose time is up. The exit status is 128 + the signal, as in a shell.
+STOP_SIGNALS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
 LARGEST_INT = 10**38  # of a flag: its products still fit a float
+# What is answered to a write where no more can be written; the rest speaks for itself.
+CANNOT_WRITE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF, errno.ECONNRESET}
 
 Item = TypeVar("Item")
 
@@ -75,12 +81,22 @@ def path(text: str) -> str:
 
 
 def number(
-    kind: type[int] | type[float], low: float, high: float = float("inf"), *, above: bool = False
+    kind: type[int] | type[float],
+    low: float,
+    high: float = float("inf"),
+    *,
+    above: bool = False,
+    or_zero: bool = False,
 ) -> Callable[[str], float]:
-    """The type of a flag: an int or float from low to high; with `above`, more than low."""
+    """The type of a flag: an int or float from low to high.
+
+    above     more than low
+    or_zero   0 as well
+    """
     expected = "a whole number" if kind is int else "a number"
     expected += f" above {low}" if above else f" from {low}"
     expected += f" to {high}" if high < float("inf") else "" if above else " up"
+    expected += ", or 0" if or_zero else ""
 
     def parse(text: str) -> float:
         try:
@@ -88,7 +104,8 @@ def number(
         except ValueError:
             value = float("nan")
         # NaN compares false with everything; infinity is no setting either.
-        if not (low <= value <= high and value < float("inf")) or (above and value == low):
+        within = low <= value <= high and value < float("inf") and not (above and value == low)
+        if not within and not (or_zero and value == 0):
             raise argparse.ArgumentTypeError(f"{text!r} is not {expected}")
         if kind is int and value > LARGEST_INT:
             raise argparse.ArgumentTypeError(f"{text} is too large; expected at most 1e38")
@@ -99,7 +116,7 @@ def number(
 
 
 def add_device_flags(parser: Parser) -> None:
-    """Add --device, --precision and --seed."""
+    """Add --device, --precision, --attention, --graph and --seed."""
     parser.section("where and how it is computed")
     parser.choice(
         "--device",
@@ -108,13 +125,13 @@ def add_device_flags(parser: Parser) -> None:
     )
     parser.choice(
         "--precision",
-        ("auto", "fp32", "tf32", "bf16"),
+        ("auto", *PRECISIONS),
         "what is stored and multiplied (default: bf16 on GPUs from compute capability 8.0 on, tf32 "
         "there where bf16 does not take the model's shape, else fp32)",
     )
     parser.choice(
         "--attention",
-        ("auto", "flash", "materialized"),
+        ("auto", *ATTENTIONS),
         "materialized is slow and writes all scores to memory (default: flash where it is there)",
     )
     parser.flag(
@@ -164,36 +181,39 @@ def model_options(
 
 
 class Stopped(Exception):
-    """Ctrl-C was pressed while an Interrupt was entered."""
+    """A stop signal came while an Interrupt was entered; status is the exit status for it."""
+
+    def __init__(self, number: int) -> None:
+        self.status = 128 + number
 
 
 class Interrupt:
-    """While it is entered, Ctrl-C asks for a stop; a second Ctrl-C raises KeyboardInterrupt.
+    """While it is entered, Ctrl-C or SIGTERM asks for a stop; the next is answered at once.
 
     notice   the line that is printed at the first, at once
     """
 
     def __init__(self, notice: str) -> None:
         self._notice = notice
-        self._requested = False
+        self._requested: int | None = None
 
     def __enter__(self) -> "Interrupt":
-        self._before = signal.getsignal(signal.SIGINT)
-        _on_ctrl_c(self._note)
+        self._before = _stop_handlers()
+        _on_stop(self._note)
         return self
 
-    def _note(self, *_: object) -> None:
-        self._requested = True
-        signal.signal(signal.SIGINT, self._before)
+    def _note(self, number: int, _: object) -> None:
+        self._requested = number
+        _restore(self._before)
         _say(self._notice)
 
     def __exit__(self, *_: object) -> None:
-        signal.signal(signal.SIGINT, self._before)
+        _restore(self._before)
 
     def check(self) -> None:
         """Raise Stopped if a stop was asked for."""
-        if self._requested:
-            raise Stopped
+        if self._requested is not None:
+            raise Stopped(self._requested)
 
     def watch(self, items: Iterable[Item]) -> Iterator[Item]:
         """The items; once a stop was asked for, Stopped in place of the next."""
@@ -204,28 +224,46 @@ class Interrupt:
 
 @contextlib.contextmanager
 def loading() -> Iterator[None]:
-    """Inside the block, which only imports, Ctrl-C ends the program at once.
+    """Inside the block, which only imports, Ctrl-C and SIGTERM end the program at once.
 
     A KeyboardInterrupt does not always arrive where it could be caught: NumPy's and Numba's
     extension modules make other errors of it.
     """
-    before = signal.getsignal(signal.SIGINT)
-    _on_ctrl_c(_end)
+    before = _stop_handlers()
+    _on_stop(_end)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        _restore(before)
 
 
-def _end(*_: object) -> NoReturn:
-    _say("interrupted")
-    os._exit(INTERRUPTED)
+class Terminated(KeyboardInterrupt):
+    """SIGTERM came. What cleans up after Ctrl-C does so after this, too."""
 
 
-def _on_ctrl_c(handler: Callable) -> None:
-    """Make Ctrl-C call the handler, unless it is ignored, as in a script's background."""
-    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-        signal.signal(signal.SIGINT, handler)
+def _raise(number: int, _: object) -> NoReturn:
+    raise KeyboardInterrupt if number == signal.SIGINT else Terminated
+
+
+def _end(number: int, _: object) -> NoReturn:
+    _say(STOP_SIGNALS[number])
+    os._exit(128 + number)
+
+
+def _stop_handlers() -> dict[int, Callable | int | None]:
+    return {number: signal.getsignal(number) for number in STOP_SIGNALS}
+
+
+def _on_stop(handler: Callable) -> None:
+    """Make stop signals call the handler, but for an ignored one, as in a script's background."""
+    for number, before in _stop_handlers().items():
+        if before is not signal.SIG_IGN:
+            signal.signal(number, handler)
+
+
+def _restore(handlers: dict[int, Callable | int | None]) -> None:
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 def _say(line: str) -> None:
@@ -251,14 +289,17 @@ def run_program(program: Callable[[], int]) -> int:
     if sys.stdout is not None:  # it is None where the shell closed it (`>&-`)
         # A pipe gets each line as it comes, a console a question mark for a character it lacks.
         sys.stdout.reconfigure(line_buffering=True, errors="replace")
+    before = _stop_handlers()
+    _on_stop(_raise)
     try:
         return program()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return INTERRUPTED
+    except KeyboardInterrupt as error:
+        number = signal.SIGTERM if isinstance(error, Terminated) else signal.SIGINT
+        print(STOP_SIGNALS[number], file=sys.stderr)
+        return 128 + number
     except MemoryError as error:
         print(f"error: out of memory: {error}; take a smaller model or batch", file=sys.stderr)
         return 1
@@ -266,12 +307,16 @@ def run_program(program: Callable[[], int]) -> int:
         _discard_output()
         return 1
     except OSError as error:
+        reason = error.strerror or error
         if error.filename is not None:
-            print(f"error: cannot use {error.filename}: {error.strerror}", file=sys.stderr)
-            return 1
-        _discard_output()
-        print(f"error: cannot write the output: {error.strerror or error}", file=sys.stderr)
+            reason = f"cannot use {error.filename}: {reason}"
+        elif error.errno in CANNOT_WRITE:
+            _discard_output()
+            reason = f"cannot write the output: {reason}"
+        print(f"error: {reason}", file=sys.stderr)
         return 1
+    finally:
+        _restore(before)
 
 
 def _discard_output() -> None:

@@ -29,6 +29,7 @@ from numbagpt.files import atomic_write, file_size, output_folder, read_bytes, r
 from numbagpt.tensors import parameter_shapes
 from numbagpt.tokenizer import END_OF_TEXT
 
+CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PREFIX = "transformer."
@@ -92,7 +93,7 @@ def read(folder: str | os.PathLike) -> tuple[GPT2Config, dict[str, np.ndarray]]:
     not do, or if a tensor is missing, unexpected or misshapen; the first one is named.
     """
     folder = Path(folder)
-    config = _read_config(folder / "config.json")
+    config = _read_config(folder / CONFIG)
     stored = _find_tensors(folder)
     prefix = PREFIX if any(name.startswith(PREFIX) for name in stored) else ""
     wte = prefix + OUTER_NAMES["wte"]
@@ -122,15 +123,36 @@ def write(
 ) -> None:
     """Write the 16 tensors (our names, `parameter_shapes(config)`) as a folder, made if missing.
 
-    Each file is written atomically, and config.json last: a folder with one is complete. The
-    tensors are float32, transposed one at a time; the vocabulary's padding is left out.
+    Each file is written atomically, and config.json last: a folder with one is complete. After an
+    error or an interruption neither is left. The tensors are float32, transposed one at a time; the
+    vocabulary's padding is left out.
 
-    Raises UserError if the folder cannot be written.
+    Raises UserError if the folder holds a model or cannot be written.
     """
+    config_path, weights_path = Path(folder, CONFIG), Path(folder, WEIGHTS)
+    check_vacant(folder)
     with output_folder(folder):
-        _write_weights(Path(folder, WEIGHTS), config, parameters)
-        with atomic_write(Path(folder, "config.json")) as file:
-            file.write((json.dumps(_config_fields(config), indent=2) + "\n").encode())
+        try:
+            _write_weights(weights_path, config, parameters)
+            with atomic_write(config_path) as file:
+                file.write((json.dumps(_config_fields(config), indent=2) + "\n").encode())
+        except BaseException:
+            config_path.unlink(missing_ok=True)
+            weights_path.unlink(missing_ok=True)
+            raise
+
+
+def check_vacant(folder: str | os.PathLike) -> None:
+    """Raise UserError if there is a part of a model in the folder, whosever it is.
+
+    New weights beside an old config.json would look like a model, and be none.
+    """
+    for name in (CONFIG, WEIGHTS, INDEX):
+        if Path(folder, name).exists():
+            raise UserError(
+                f"{Path(folder, name)} is there already; expected a folder without a model; name "
+                "another, or remove the model that is there"
+            )
 
 
 def _write_weights(path: Path, config: GPT2Config, parameters: Mapping[str, np.ndarray]) -> None:

@@ -122,6 +122,7 @@ class Progress:
     tokens_per_step    of all batches of a step
     flops_per_token    see flops_per_token()
     peak               of the processor in FLOP/s, None if unknown
+    source             where the first weights were read, None if they are random
 
     steps              how many were reported
     last_checkpoint    what was written last, for the message of a run that is stopped
@@ -130,12 +131,18 @@ class Progress:
     """
 
     def __init__(
-        self, num_iterations: int, tokens_per_step: int, flops_per_token: int, peak: float | None
+        self,
+        num_iterations: int,
+        tokens_per_step: int,
+        flops_per_token: int,
+        peak: float | None,
+        source: Path | None = None,
     ) -> None:
         self.steps = 0
         self.last_checkpoint: Path | None = None
         self._num_iterations = num_iterations
         self._tokens, self._flops, self._peak = tokens_per_step, flops_per_token, peak
+        self._source = source
         self._average: float | None = None
         self.restart_clock()
 
@@ -148,8 +155,8 @@ class Progress:
         now = time.perf_counter()
         seconds, self._clock = now - self._clock, now
         self.steps += 1
-        self.check_finite("loss", loss)
-        self.check_finite("gradient norm", grad_norm)
+        self.check_finite("loss", loss, self.steps - 1)
+        self.check_finite("gradient norm", grad_norm, self.steps - 1)
         parts = [
             f"step {self.steps:{len(str(self._num_iterations))}}/{self._num_iterations}",
             f"loss {loss:.4f}",
@@ -167,11 +174,21 @@ class Progress:
             parts.append(f"{format_duration(left)} left")
         print(" | ".join(parts))
 
-    def check_finite(self, name: str, value: float) -> None:
-        """Raise UserError, naming the step and what was saved, if the value is not finite."""
-        if not math.isfinite(value):
+    def check_finite(self, name: str, value: float, updates: int) -> None:
+        """Raise UserError, naming the step and what was saved, if the value is not finite.
+
+        updates   of the weights that gave it: before the first, it is the weights' own fault
+        """
+        if math.isfinite(value):
+            return
+        what = f"the {name} of step {self.steps} is {value}"
+        if updates == 0 and self._source:
             raise UserError(
-                f"the {name} of step {self.steps} is {value}; the last good checkpoint is "
-                f"{self.last_checkpoint or 'none, for none was written'}; "
-                "lower --learning_rate or lengthen --warmup_iters"
+                f"{what} before anything was learned: the weights in {self._source} are damaged; "
+                "start from others"
             )
+        raise UserError(
+            f"{what}; the last good checkpoint is "
+            f"{self.last_checkpoint or 'none, for none was written'}; "
+            "lower --learning_rate or lengthen --warmup_iters"
+        )

@@ -13,14 +13,12 @@ from numbagpt.ops.encoder import token_runs
 from numbagpt.ops.flash_attention import supports
 from numbagpt.tensors import FlatTensors, layout_bytes, parameter_shapes
 
-ATTENTIONS = ("flash", "materialized")
-
 # Values in 128 bits: rows of activations must start on such a boundary.
 BF16_VECTOR = 8
 
 
 def best_precision(device: Device, config: GPT2Config) -> str:
-    """The fastest of blas.PRECISIONS that the device has for a model of this shape."""
+    """The fastest precision that the device has for a model of this shape."""
     if device.name != "cuda" or device.compute_capability < (8, 0):
         return "fp32"
     has_flash = supports(config.head_size, np.uint16, device.compute_capability)
@@ -135,12 +133,16 @@ class ModelState:
         free = self.device.free_memory()
         if free is None or self.plan.total <= free:
             return
-        fits = self.plan.largest_batch(free)
-        advice = f"the largest batch size that fits is {fits}" if fits else "not even B=1 fits"
-        raise OutOfMemory(
+        needs = (
             f"B={self.B}, T={self.T} needs {self.plan.total / MIB:,.0f} MiB and "
-            f"{free / MIB:,.0f} MiB are free: {advice}"
-            + ("" if fits else "; shorten the sequence or choose a smaller model")
+            f"{free / MIB:,.0f} MiB are free: "
+        )
+        if not self.training:  # B is 1 and T the model's context
+            raise OutOfMemory(f"{needs}choose a smaller model, or end what else takes memory")
+        if fits := self.plan.largest_batch(free):
+            raise OutOfMemory(f"{needs}the largest batch size that fits is {fits}")
+        raise OutOfMemory(
+            f"{needs}not even B=1 fits; shorten the sequence or choose a smaller model"
         )
 
     def _select(self, b: int, t: int) -> None:

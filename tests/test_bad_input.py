@@ -91,7 +91,7 @@ def folder_without_a_model(files):
 
 def weights_that_are_not_finite(files):
     make_model_file(files / "nan.bin", SMALL_VOCAB, scale=float("nan"))
-    return ["--model", "nan.bin"], ["loss of step 1 is nan", "none was written"]
+    return ["--model", "nan.bin"], ["loss of step 1 is nan", "the weights in nan.bin are damaged"]
 
 
 def no_gpu(files):
@@ -108,6 +108,12 @@ def output_folder_is_a_file(files):
 
 def output_folder_not_writable(files):
     return ["--output_dir", "tokens.bin/run"], ["tokens.bin/run", "Not a directory"]
+
+
+def output_folder_has_a_checkpoint(files):
+    (files / "run").mkdir()
+    (files / "run" / "model_00000009.bin").write_bytes(b"")
+    return ["--output_dir", "run"], ["run/model_00000009.bin is there", "--overwrite"]
 
 
 def checkpoint_name_is_a_folder(files):
@@ -138,6 +144,7 @@ CASES = [
     precision_without_a_gpu,
     output_folder_is_a_file,
     output_folder_not_writable,
+    output_folder_has_a_checkpoint,
     checkpoint_name_is_a_folder,
     failure_with_a_deep_output_folder,
 ]
@@ -223,9 +230,9 @@ def test_a_tilde_is_the_home_folder_in_every_path(files, monkeypatch):
     assert {path.relative_to(files).as_posix() for path in files.rglob("model_*.bin")} == {
         f"{folder}/run/model_00000001.bin" for folder in ("home", "~nouser", "~")
     }
-    flags = [*flags, "--input_bin", "./~tilde.bin", "--output_dir", "again", "--model"]
+    flags = [*flags, "--input_bin", "./~tilde.bin", "--output_dir", "again", "--overwrite"]
     for model in ("~/run/model_00000001.bin", "~nouser/run", "./~/run"):
-        found = run("train.py", *flags, model, cwd=files)
+        found = run("train.py", *flags, "--model", model, cwd=files)
         assert (found.returncode, found.stderr) == (0, "")
 
 

@@ -16,9 +16,11 @@ import pytest
 from numbagpt import files, huggingface
 from numbagpt.checkpoint import (
     check_checkpoints,
+    choose_model,
     export,
     find_checkpoints,
     load_model,
+    locate_model,
     main,
     read_model,
     write_model,
@@ -242,7 +244,7 @@ def test_checkpoints_that_can_be_written(tmp_path):
     (tmp_path / "model_00000004.bin").mkdir()
     (tmp_path / "model_last.bin").mkdir()
     before = sorted(tmp_path.rglob("*"))
-    check_checkpoints(tmp_path, CONFIG, 3)
+    check_checkpoints(tmp_path, CONFIG, 3, overwrite=True)
     assert sorted(tmp_path.rglob("*")) == before
     assert (tmp_path / "model_00000001.bin").read_bytes() == b"old"
 
@@ -263,6 +265,18 @@ def test_checkpoints_that_cannot_be_written(tmp_path, make, message):
         check_checkpoints(tmp_path, CONFIG, 3)
 
 
+@pytest.mark.parametrize("step", [1, 3, 4, 100_000_000])
+def test_checkpoints_that_are_to_stay(tmp_path, step):
+    """Those of later steps would hide the run's from who names the folder."""
+    path = tmp_path / f"model_{step:08d}.bin"
+    for name in (path.name, "model_00000000.bin"):
+        (tmp_path / name).write_bytes(b"old")
+    with pytest.raises(UserError, match=f"^{path} is there already; .* with --overwrite$"):
+        check_checkpoints(tmp_path, CONFIG, 3)
+    check_checkpoints(tmp_path, CONFIG, 3, overwrite=True)
+    assert path.read_bytes() == b"old"
+
+
 def test_room_for_a_checkpoint(model_bin, monkeypatch):
     size, disk = model_bin.stat().st_size, shutil.disk_usage(model_bin.parent)
     monkeypatch.setattr(files.shutil, "disk_usage", lambda _: disk._replace(free=size))
@@ -272,46 +286,66 @@ def test_room_for_a_checkpoint(model_bin, monkeypatch):
         check_checkpoints(model_bin.parent, CONFIG, 3)
 
 
-def test_the_newest_checkpoint_of_a_folder(tmp_path):
-    # The last written, and of two at the same time the later step: 99999999 < 100000000. The rest
-    # are not checkpoints.
-    for name in ["model_100000000.bin", "model_99999999.bin", "model_00000003.bin"]:
-        (tmp_path / name).write_bytes(b"")
-        os.utime(tmp_path / name, (1000, 1000))
+def test_a_folder_stands_for_its_highest_step(tmp_path):
+    """Whenever it was written, and by the number: 99999999 < 100000000."""
+    steps = [(3, 1003), (99_999_999, 1001), (100_000_000, 1000), (7, 1002)]
+    for step, time in steps:
+        path = tmp_path / f"model_{step:08d}.bin"
+        path.write_bytes(b"")
+        os.utime(path, (time, time))
+    # no checkpoints
     for name in [
         ".model_999999999.bin.0123.tmp",
         "model_999999999.bin.old",
         "xmodel_999999999.bin",
     ]:
         (tmp_path / name).write_bytes(b"")
-    assert find_checkpoints(tmp_path)[0] == tmp_path / "model_100000000.bin"
-    os.utime(tmp_path / "model_00000003.bin", (1001, 1001))
-    assert find_checkpoints(tmp_path)[0] == tmp_path / "model_00000003.bin"
+    assert [path.name for path in find_checkpoints(tmp_path)] == [
+        "model_100000000.bin",
+        "model_99999999.bin",
+        "model_00000007.bin",
+        "model_00000003.bin",
+    ]
     parameters = make_parameters()
     write_model(tmp_path / "model_100000000.bin", CONFIG, parameters)
+    assert locate_model(tmp_path) == tmp_path / "model_100000000.bin"
     config, got = load_model(tmp_path)
     assert config == CONFIG
     assert_same(got, parameters)
 
 
-def test_a_damaged_newest_checkpoint(tmp_path):
-    """The newest of the whole ones is named; it is not taken silently."""
+def test_of_two_names_of_one_step_the_newer_file_is_taken(tmp_path):
+    names = ["model_7.bin", "model_00000007.bin", "model_007.bin"]
+    for time, name in enumerate(names):
+        (tmp_path / name).write_bytes(b"")
+        os.utime(tmp_path / name, (time, time))
+    assert [path.name for path in find_checkpoints(tmp_path)] == names[::-1]
+
+
+def test_a_damaged_highest_step(tmp_path):
+    """The highest of the whole ones is named; it is not taken silently."""
     paths = [tmp_path / f"model_0000000{step}.bin" for step in range(1, 5)]
-    for time, path in enumerate(paths):
+    for path in paths:
         write_model(path, CONFIG, make_parameters())
-        os.utime(path, (time, time))
-    for broken, content in ((paths[3], b""), (paths[2], paths[2].read_bytes()[:-1])):
-        time = os.stat(broken).st_mtime
-        broken.write_bytes(content)
-        os.utime(broken, (time, time))
-    with pytest.raises(UserError) as error:
-        load_model(tmp_path)
-    assert str(error.value).startswith(f"{paths[3]} has 0 bytes; ")
-    assert str(error.value).endswith(f"; or name an older one: {paths[1]}")
+    paths[3].write_bytes(b"")
+    paths[2].write_bytes(paths[2].read_bytes()[:-1])
+    for load in (locate_model, load_model):
+        with pytest.raises(UserError) as error:
+            load(tmp_path)
+        assert str(error.value).startswith(f"{paths[3]} has 0 bytes; ")
+        assert str(error.value).endswith(f"; or name an earlier one: {paths[1]}")
     for path in paths[:3]:
         path.unlink()
     with pytest.raises(UserError, match=r"truncated or something else$"):
         load_model(tmp_path)
+
+
+def test_what_is_no_folder_of_checkpoints_stands_for_itself(tmp_path, model_bin, capsys):
+    huggingface.write(tmp_path / "hf", CONFIG, make_parameters())
+    (tmp_path / "hf" / "model_00000001.bin").write_bytes(b"")
+    for path in (model_bin, tmp_path / "hf", tmp_path / "missing"):
+        assert locate_model(path) == choose_model(str(path)) == path
+    assert capsys.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize("name", ["missing", "file"])
@@ -339,6 +373,19 @@ def test_export_from_the_command_line(tmp_path, model_bin):
     config, got = load_model(folder)
     assert config == CONFIG
     assert_same(got, make_parameters())
+
+
+def test_export_says_which_checkpoint_it_takes(tmp_path, capsys):
+    run, folder = tmp_path / "run", tmp_path / "exported"
+    run.mkdir()
+    parameters = make_parameters()
+    write_model(run / "model_00000002.bin", CONFIG, parameters)
+    write_model(
+        run / "model_00000001.bin", CONFIG, {name: array + 1 for name, array in parameters.items()}
+    )
+    assert main(["export", str(run), str(folder)]) == 0
+    assert capsys.readouterr().err == f"weights from {run / 'model_00000002.bin'}\n"
+    assert_same(load_model(folder)[1], parameters)
 
 
 def test_export_refusals(tmp_path, model_bin, capsys):
@@ -393,6 +440,20 @@ def test_export_interrupted(tmp_path, model_bin, monkeypatch, capsys):
     monkeypatch.setattr(huggingface, "write", interrupt)
     assert run_program(partial(main, ["export", str(model_bin), str(tmp_path / "out")])) == 130
     assert capsys.readouterr() == ("", "interrupted\n")
+
+
+def test_export_leaves_another_model_alone(tmp_path, capsys):
+    """Before it reads its own: that one is missing."""
+    config = tmp_path / "hf" / "config.json"
+    config.parent.mkdir()
+    config.write_text("{}")
+    assert run_program(partial(main, ["export", str(tmp_path / "a.bin"), str(config.parent)])) == 1
+    assert capsys.readouterr() == (
+        "",
+        f"error: {config} is there already; expected a folder without a model; name another, or "
+        "remove the model that is there\n",
+    )
+    assert config.read_text() == "{}"
 
 
 def test_export_does_not_hide_training_checkpoints(tmp_path):

@@ -1,5 +1,6 @@
-"""How the programs answer Ctrl-C, and flags whose value looks like a flag."""
+"""How the programs answer signals and the system's refusals, and values that look like flags."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -10,12 +11,12 @@ from programs import ROOT
 
 from numbagpt import cli
 
-# Takes the place of NumPy: Ctrl-C comes while it is imported, and the extension module that is
+# Takes the place of NumPy: a signal comes while it is imported, and the extension module that is
 # being loaded makes another error of it, as NumPy's do.
 INTERRUPTED_NUMPY = """
 import os, signal
 try:
-    os.kill(os.getpid(), signal.SIGINT)
+    os.kill(os.getpid(), signal.{})
 except KeyboardInterrupt:
     raise ImportError("datetime could not be imported") from None
 """
@@ -31,12 +32,12 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_ctrl_c_while_a_program_loads_is_answered_in_one_line(program, tmp_path):
+def while_it_loads(program, sent, tmp_path):
+    """What a program that gets a signal while it loads returns and prints."""
     modules, folder = tmp_path / "modules", tmp_path / "folder"
     modules.mkdir()
     folder.mkdir()
-    (modules / "numpy.py").write_text(INTERRUPTED_NUMPY)
+    (modules / "numpy.py").write_text(INTERRUPTED_NUMPY.format(sent))
     ended = subprocess.run(
         [sys.executable, *map(str, PROGRAMS[program])],
         cwd=folder,
@@ -46,8 +47,49 @@ def test_ctrl_c_while_a_program_loads_is_answered_in_one_line(program, tmp_path)
         timeout=60,
         check=False,
     )
-    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "interrupted\n")
     assert not list(folder.iterdir())
+    return ended.returncode, ended.stdout, ended.stderr
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_ctrl_c_while_a_program_loads_is_answered_in_one_line(program, tmp_path):
+    assert while_it_loads(program, "SIGINT", tmp_path) == (130, "", "interrupted\n")
+
+
+@pytest.mark.parametrize("program", ["train", "data"])
+def test_sigterm_while_a_program_loads_is_answered_in_one_line(program, tmp_path):
+    assert while_it_loads(program, "SIGTERM", tmp_path) == (143, "", "terminated\n")
+
+
+# The signal comes when the first shard has begun.
+TERMINATED_DATA = """
+import os, signal, sys
+from numbagpt import cli, data
+
+def write_files(files, writer, args):
+    writer.write("train", data.np.zeros(3, data.np.uint16))
+    print(*os.listdir("out"))
+    os.kill(os.getpid(), signal.SIGTERM)
+
+data.write_files = write_files
+sys.exit(cli.run_program(lambda: data.main(["a.txt", "--output_dir", "out"])))
+"""
+
+
+def test_sigterm_leaves_no_litter(tmp_path):
+    (tmp_path / "a.txt").write_text("one two three")
+    ended = subprocess.run(
+        [sys.executable, "-c", TERMINATED_DATA],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (ended.returncode, ended.stderr) == (143, "terminated\n")
+    assert ended.stdout.startswith(".a.")  # there was some
+    assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
 
 
 def ctrl_c():
@@ -64,23 +106,39 @@ def test_the_first_ctrl_c_asks_for_a_stop_and_the_second_stops(capfd):
         assert capfd.readouterr() == ("", "stopping\n")
         with pytest.raises(cli.Stopped):
             next(items)
-        with pytest.raises(cli.Stopped):
+        with pytest.raises(cli.Stopped) as stopped:
             interrupt.check()
+        assert stopped.value.status == 130
         with pytest.raises(KeyboardInterrupt):
             ctrl_c()
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_ctrl_c_that_is_ignored_stays_so(capfd):
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
+@pytest.mark.parametrize("number", cli.STOP_SIGNALS)
+def test_a_signal_that_is_ignored_stays_so(number, capfd):
+    before = signal.signal(number, signal.SIG_IGN)
+
+    def program():
         with cli.loading(), cli.Interrupt("stopping") as interrupt:
-            ctrl_c()
+            os.kill(os.getpid(), number)
             interrupt.check()
-        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+        assert signal.getsignal(number) is signal.SIG_IGN
+        return 0
+
+    try:
+        assert cli.run_program(program) == 0
+        assert signal.getsignal(number) is signal.SIG_IGN
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(number, before)
     assert capfd.readouterr() == ("", "")
+
+
+def test_a_program_leaves_the_handlers_as_they_were():
+    before = [signal.getsignal(number) for number in cli.STOP_SIGNALS]
+    within = []
+    assert cli.run_program(lambda: within.append(signal.getsignal(signal.SIGTERM)) or 0) == 0
+    assert within[0] not in (signal.SIG_DFL, signal.SIG_IGN)
+    assert [signal.getsignal(number) for number in cli.STOP_SIGNALS] == before
 
 
 def test_a_value_that_looks_like_a_flag(capsys):
@@ -95,3 +153,40 @@ def test_a_value_that_looks_like_a_flag(capsys):
         "with - (--help lists the flags)\n"
     )
     assert parser.parse_args(["--prompt=-x"]).prompt == "-x"
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (OSError(errno.ENOSPC, "No space left"), "cannot write the output: No space left"),
+        (OSError(errno.EIO, "I/O error"), "cannot write the output: I/O error"),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), "Cannot allocate memory"),
+        (OSError("no errno"), "no errno"),
+        (OSError(errno.EIO, "I/O error", "a.bin"), "cannot use a.bin: I/O error"),
+    ],
+)
+def test_the_output_is_blamed_for_what_a_write_can_answer(error, expected, monkeypatch, capsys):
+    def program():
+        raise error
+
+    discarded = []
+    monkeypatch.setattr(cli, "_discard_output", lambda: discarded.append(True))
+    assert cli.run_program(program) == 1
+    assert capsys.readouterr() == ("", f"error: {expected}\n")
+    assert bool(discarded) == expected.startswith("cannot write")
+
+
+def test_the_device_flags_are_there_before_anything_heavy_is_loaded():
+    program = (
+        "import sys\n"
+        "from numbagpt import cli\n"
+        "parser = cli.Parser('')\n"
+        "cli.add_device_flags(parser)\n"
+        "chosen = parser.parse_args('--precision bf16 --attention materialized'.split())\n"
+        "print(chosen.device, chosen.precision, chosen.attention, chosen.graph, chosen.seed)\n"
+        "print({'numpy', 'numba', 'tiktoken'} & sys.modules.keys() or 'light')\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert (ended.stdout, ended.stderr) == ("auto bf16 materialized 1 42\nlight\n", "")

@@ -147,3 +147,17 @@ def test_too_little_memory_names_the_largest_batch(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(device, "free_memory", lambda: 1000)
     with pytest.raises(UserError, match="not even B=1 fits"):
         GPT2(config, device, 8, 64)
+
+
+def test_too_little_memory_to_sample_is_told_what_helps_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """B and T are not for the user to choose."""
+    device = HostDevice("cpu")
+    monkeypatch.setattr(device, "free_memory", lambda: 1000)
+    with pytest.raises(UserError) as error:
+        GPT2(TINY, device, 1, 64, training=False)
+    assert str(error.value) == (
+        "B=1, T=64 needs 0 MiB and 0 MiB are free: choose a smaller model, or end what else takes "
+        "memory"
+    )

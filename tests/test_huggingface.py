@@ -9,9 +9,10 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
+from numbagpt import huggingface
 from numbagpt.config import GPT2Config
 from numbagpt.errors import UserError
-from numbagpt.huggingface import read, write
+from numbagpt.huggingface import INDEX, read, write
 from numbagpt.tensors import parameter_shapes
 
 C = 12
@@ -328,13 +329,37 @@ def test_the_library_reads_what_we_write(tmp_path):
     assert fields["eos_token_id"] is None
 
 
-def test_an_interrupted_write_leaves_the_old_folder(tmp_path):
-    write(tmp_path, CONFIG, ours(theirs()))
-    before = {entry.name: entry.read_bytes() for entry in tmp_path.iterdir()}
-    broken = ours(theirs()) | {"fcw": np.zeros((2, C, 4 * C), np.float32)}
-    with pytest.raises(ValueError, match=r"h\.0\.mlp.c_fc.weight has shape"):
-        write(tmp_path, CONFIG, broken)
-    assert {entry.name: entry.read_bytes() for entry in tmp_path.iterdir()} == before
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", INDEX])
+def test_a_folder_with_a_part_of_a_model_is_left_alone(tmp_path, name):
+    """Also with one that is not GPT-2, or not whole."""
+    (tmp_path / name).write_text('{"model_type": "bert"}')
+    with pytest.raises(UserError) as error:
+        write(tmp_path, CONFIG, ours(theirs()))
+    assert str(error.value) == (
+        f"{tmp_path / name} is there already; expected a folder without a model; name another, or "
+        "remove the model that is there"
+    )
+    assert [entry.name for entry in tmp_path.iterdir()] == [name]
+    assert (tmp_path / name).read_text() == '{"model_type": "bert"}'
+
+
+@pytest.mark.parametrize("existed", [True, False])
+def test_a_write_interrupted_between_its_files_leaves_none(tmp_path, monkeypatch, existed):
+    folder = tmp_path / "new"
+    if existed:
+        folder.mkdir()
+
+    def interrupt(config):
+        assert (folder / "model.safetensors").exists()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(huggingface, "_config_fields", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            write(folder, CONFIG, ours(theirs()))
+    assert list(tmp_path.rglob("*")) == ([folder] if existed else [])
+    write(folder, CONFIG, ours(theirs()))
+    assert_same(read(folder)[1], ours(theirs()))
 
 
 def test_an_interrupted_write_leaves_no_new_folder(tmp_path):

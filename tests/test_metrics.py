@@ -138,3 +138,18 @@ def test_progress_stops_at_what_is_not_finite(bad, which, capsys):
         progress.report(*values, 1.0)
     assert str(error.value).startswith(expected)
     assert len(capsys.readouterr().out.splitlines()) == 1
+
+
+@pytest.mark.parametrize("source", [Path("start.bin"), None])
+def test_the_first_weights_are_to_blame_until_they_were_changed(source):
+    progress = Progress(10, 1, 1, None, source)
+    damaged = f"before anything was learned: the weights in {source} are damaged"
+    blamed = damaged if source else "lower --learning_rate"
+    with pytest.raises(UserError, match=f"^the validation loss of step 0 is nan.*{blamed}"):
+        progress.check_finite("validation loss", math.nan, 0)
+    with pytest.raises(UserError, match=f"^the gradient norm of step 1 is inf.*{blamed}"):
+        progress.report(1.0, math.inf, 1.0)
+    with pytest.raises(UserError, match=r"^the validation loss of step 1 is nan; .*lower --learn"):
+        progress.check_finite("validation loss", math.nan, 1)
+    with pytest.raises(UserError, match=r"^the loss of step 2 is nan; .*lower --learning_rate"):
+        progress.report(math.nan, 1.0, 1.0)

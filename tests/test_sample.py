@@ -8,6 +8,7 @@ from programs import FULL_VOCAB, SMALL_VOCAB, command, make_model_file, run
 
 import sample
 import train
+from numbagpt import sampling
 from numbagpt.errors import UserError
 from numbagpt.sampling import stream_text
 from numbagpt.shards import write_shard
@@ -61,7 +62,7 @@ def test_greedy_goes_on_with_what_was_learnt_and_stops_at_its_end(by_heart, caps
     prompt = decode(encode(TEXT)[:words])
     found = sampled(capsys, by_heart, "--temperature", 0, "--prompt", prompt)
     assert found.out == TEXT + "\n"
-    assert found.err == ""
+    assert found.err == f"weights from {by_heart / 'model_00000060.bin'}\n"
 
 
 def test_max_new_tokens_cuts_the_text(by_heart, capsys):
@@ -105,6 +106,28 @@ def test_a_vocabulary_that_is_not_gpt2s_is_refused(tmp_path):
     model = make_model_file(tmp_path / "small.bin", SMALL_VOCAB)
     with pytest.raises(UserError, match="knows 60 tokens"):
         sample.main(["--device", "cpu", "--checkpoint", str(model)])
+
+
+def test_damaged_weights_are_one_line_and_nothing_else(tmp_path):
+    model = make_model_file(tmp_path / "nan.bin", FULL_VOCAB, scale=float("nan"))
+    found = run("sample.py", "--checkpoint", model, "--prompt", "Once", cwd=tmp_path)
+    assert (found.returncode, found.stdout) == (1, "")
+    assert found.stderr.splitlines()[-1] == (
+        "error: the model gives logits that are not finite; its weights are damaged"
+    )
+
+
+@pytest.mark.parametrize("error", [UserError, KeyboardInterrupt])
+def test_an_error_within_a_text_begins_a_line(untrained, monkeypatch, capsys, error):
+    def pieces(*_, **__):
+        yield " upon"
+        yield " a"
+        raise error
+
+    monkeypatch.setattr(sampling, "stream_text", pieces)
+    with pytest.raises(error):
+        sample.main(["--device", "cpu", "--checkpoint", str(untrained), "--prompt", "Once"])
+    assert capsys.readouterr().out == "Once upon a\n"
 
 
 class Fake:

@@ -100,9 +100,10 @@ def test_one_seed_gives_bit_identical_runs(flags, reports, tmp_path, monkeypatch
 
 
 @pytest.mark.gpu
-def test_the_gpu_repeats_itself_and_agrees_with_the_cpu(flags, reports):
-    for device in ("cuda", "cuda", "cpu"):
-        train.main(flags(device=device, precision="fp32", num_iterations=8, learning_rate=0.01))
+def test_the_gpu_repeats_itself_and_agrees_with_the_cpu(flags, reports, tmp_path):
+    for i, device in enumerate(("cuda", "cuda", "cpu")):
+        settings = {"device": device, "output_dir": tmp_path / str(i)}
+        train.main(flags(**settings, precision="fp32", num_iterations=8, learning_rate=0.01))
     first, second, cpu = (reports.losses[i : i + 8] for i in (0, 8, 16))
     assert first == second
     np.testing.assert_allclose(first, cpu, rtol=1e-4)
@@ -159,6 +160,7 @@ def test_validation_uses_the_same_batches_each_time_and_val_max_steps_of_them(
                 val_max_steps=max_steps,
                 learning_rate=1e-12,
                 num_iterations=2,
+                output_dir=tmp_path / str(max_steps),
             )
         )
         return re.findall(r"validation loss after step \d: (\S+)", capsys.readouterr().out)
@@ -199,10 +201,48 @@ def test_a_full_disk_stops_the_run_before_its_first_step(flags, reports, tmp_pat
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("model", ["tiny.bin", "run"])
+def test_checkpoints_of_an_earlier_run_are_kept(flags, tmp_path, reports, capsys, model):
+    """Also those that the run would start from."""
+    train.main(flags())
+    written = tmp_path / "run" / "model_00000004.bin"
+    before = written.read_bytes()
+    again = flags(model=tmp_path / model, learning_rate=0.1)
+    capsys.readouterr()
+    assert cli.run_program(lambda: train.main(again)) == 1
+    assert capsys.readouterr() == (
+        "",
+        f"error: {written} is there already; expected no checkpoints of an earlier run; choose "
+        "another folder with --output_dir, or replace them with --overwrite\n",
+    )
+    assert len(reports.losses) == 4
+    assert written.read_bytes() == before
+    assert train.main([*again, "--overwrite"]) == 0
+    assert len(reports.losses) == 8
+    assert written.read_bytes() != before
+
+
+@pytest.mark.parametrize("overwrite", [[], ["--overwrite"]])
+def test_a_hugging_face_folder_takes_no_checkpoints(flags, tmp_path, reports, overwrite):
+    """They would be there, and load_model would go on taking the old weights."""
+    folder = tmp_path / "hf"
+    checkpoint.export(tmp_path / "tiny.bin", folder)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    with pytest.raises(UserError) as error:
+        train.main([*flags(model=folder, output_dir=folder), *overwrite])
+    assert str(error.value) == (
+        f"{folder / 'config.json'} makes its folder a Hugging Face model, which would be taken in "
+        "place of the run's checkpoints; choose another folder with --output_dir"
+    )
+    assert reports.losses == []
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    assert train.main(flags(model=folder)) == 0
+
+
 def test_a_run_goes_on_from_an_output_folder(flags, reports, tmp_path):
     settings = flags(num_iterations=60, learning_rate=0.03)
     train.main([*settings, "--overfit_single_batch"])
-    settings = flags(model=tmp_path / "run", num_iterations=1)
+    settings = flags(model=tmp_path / "run", output_dir=tmp_path / "on", num_iterations=1)
     train.main([*settings, "--overfit_single_batch"])
     assert reports.losses[60] < reports.losses[59] + 0.05 < reports.losses[0] / 2
 
@@ -230,16 +270,33 @@ def test_what_is_printed(flags, tmp_path, capsys):
     assert out.endswith(f"wrote {last}\nsample from it: python sample.py --checkpoint {last}\n")
 
 
+def test_the_summary_says_where_the_weights_come_from(flags, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(PRESETS, "tiny", SMALL_VOCAB)
+    run = tmp_path / "run"
+    for model, weights in [
+        ("tiny", "random weights"),
+        (tmp_path / "tiny.bin", f"weights from {tmp_path / 'tiny.bin'}"),
+        (run, f"weights from {run / 'model_00000004.bin'}"),
+    ]:
+        train.main([*flags(model=model), "--overwrite"])
+        (line,) = re.findall("^model  .*$", capsys.readouterr().out, re.MULTILINE)
+        assert line == (f"model       {model}: L=1 NH=2 C=8 V=60, 0.0M parameters, {weights}")
+
+
 def test_a_sample_in_between_does_not_change_the_run(flags, reports, tmp_path):
     model = make_model_file(tmp_path / "full.bin", FULL_VOCAB)
     train.main(flags(model=model, sample_every=0))
-    train.main(flags(model=model, sample_every=1, val_loss_every=1))
+    settings = flags(model=model, sample_every=1, val_loss_every=1)
+    train.main([*settings, "--overwrite"])
     assert reports.losses[:4] == reports.losses[4:]
 
 
-def test_no_sample_without_gpt2s_vocabulary(flags, capsys):
+def test_no_sample_without_gpt2s_vocabulary(flags, tmp_path, capsys):
     assert train.main(flags()) == 0
-    assert "no sample: the model knows 60 tokens" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "no sample: the model knows 60 tokens" in out
+    # nor the advice to sample with a program that would refuse
+    assert out.endswith(f"wrote {tmp_path / 'run' / 'model_00000004.bin'}\n")
 
 
 def test_a_batch_too_large_for_the_memory_names_one_that_fits(flags, monkeypatch, capsys):
@@ -252,8 +309,17 @@ def test_a_batch_too_large_for_the_memory_names_one_that_fits(flags, monkeypatch
 
 def test_weights_that_are_not_finite_stop_the_run(flags, tmp_path):
     model = make_model_file(tmp_path / "nan.bin", SMALL_VOCAB, scale=math.nan)
-    with pytest.raises(UserError, match=r"the loss of step 1 is nan.*none was written"):
-        train.main(flags(model=model))
+    val = make_shard(tmp_path / "val.bin", 100, SMALL_VOCAB.vocab_size)
+    for changes, what in [
+        ({}, "loss of step 1"),
+        ({"input_val_bin": val}, "validation loss of step 0"),
+    ]:
+        with pytest.raises(UserError) as error:
+            train.main(flags(model=model, **changes))
+        assert str(error.value) == (
+            f"the {what} is nan before anything was learned: the weights in {model} are damaged; "
+            "start from others"
+        )
     assert not (tmp_path / "run").exists()
 
 
@@ -292,7 +358,8 @@ def test_a_bad_token_further_on_ends_the_run_when_it_is_reached(flags, tmp_path)
     last = tmp_path / "run" / "model_00000002.bin"
     assert ended.stdout.endswith(f"wrote {last}\ninterrupted after step 2\n")
     # The prefetcher meets it as well in a run of two steps, which does not need it.
-    assert train.main(flags(input_bin=data, num_iterations=2)) == 0
+    whole = flags(input_bin=data, num_iterations=2, output_dir=tmp_path / "whole")
+    assert train.main(whole) == 0
 
 
 def test_bad_validation_data_at_the_end_does_not_cost_the_weights(flags, tmp_path, capsys):
@@ -310,12 +377,14 @@ def test_bad_validation_data_at_the_start_leaves_nothing(flags, tmp_path):
 
 
 def test_the_command_it_prints_works_for_any_folder(flags, tmp_path, capsys):
-    train.main(flags(output_dir=tmp_path / "it's a run"))
+    model = make_model_file(tmp_path / "full.bin", FULL_VOCAB)
+    train.main(flags(model=model, output_dir=tmp_path / "it's a run"))
     *_, checkpoint = shlex.split(capsys.readouterr().out.splitlines()[-1])
     assert checkpoint == str(tmp_path / "it's a run" / "model_00000004.bin")
 
 
-def test_ctrl_c_finishes_the_step_and_writes_a_checkpoint(flags, tmp_path):
+@pytest.mark.parametrize(("sent", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_stop_signal_finishes_the_step_and_writes_a_checkpoint(flags, tmp_path, sent, status):
     with subprocess.Popen(
         command("train.py", *flags(num_iterations=10**6)),
         stdout=subprocess.PIPE,
@@ -324,10 +393,10 @@ def test_ctrl_c_finishes_the_step_and_writes_a_checkpoint(flags, tmp_path):
     ) as process:
         for line in process.stdout:
             if "step       3/" in line:
-                process.send_signal(signal.SIGINT)
+                process.send_signal(sent)
                 break
         out, err = process.communicate(timeout=60)
-    assert process.returncode == 130
+    assert process.returncode == status
     assert err == f"{train.STOPPING}\n"
     wrote, interrupted = out.splitlines()[-2:]
     steps = int(re.fullmatch(r"interrupted after step (\d+)", interrupted)[1])
@@ -393,6 +462,13 @@ def test_a_second_ctrl_c_writes_no_checkpoint(flags, tmp_path, at_call, capfd):
     assert not (tmp_path / "run").exists()
 
 
+def test_a_second_signal_of_the_other_kind_ends_the_run_at_once(flags, tmp_path, at_call, capfd):
+    at_call(Prefetcher, "next_batch", 8, lambda: [ctrl_c(), os.kill(os.getpid(), signal.SIGTERM)])
+    assert cli.run_program(lambda: train.main(flags(total_batch_size=48))) == 143
+    assert capfd.readouterr().err == f"{train.STOPPING}\nterminated\n"
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize(("validation", "step"), [(1, 0), (2, 2), (3, 4)])
 def test_ctrl_c_ends_a_validation(flags, tmp_path, at_call, capfd, validation, step):
     val = make_shard(tmp_path / "val.bin", 2000, SMALL_VOCAB.vocab_size)
@@ -449,7 +525,7 @@ def test_a_preset_does_not_hide_a_folder_of_its_name(tmp_path, monkeypatch):
 @pytest.mark.parametrize("folder", ["-x", "~x"])
 def test_the_advice_at_the_end_can_be_pasted(flags, tmp_path, monkeypatch, capsys, folder):
     monkeypatch.chdir(tmp_path)
-    settings = flags(output_dir=None)
+    settings = flags(model=make_model_file(tmp_path / "full.bin", FULL_VOCAB), output_dir=None)
     i = settings.index("--output_dir")
     assert train.main([*settings[:i], *settings[i + 2 :], f"--output_dir={folder}"]) == 0
     advice = f"--checkpoint {shlex.quote(f'./{folder}/model_00000004.bin')}\n"
@@ -462,6 +538,7 @@ def test_a_run_may_be_called_like_its_preset(tmp_path, monkeypatch):
     settings = "--device cpu --input_bin train.bin --batch_size 1 --sequence_length 8"
     for steps in ("1", "2"):  # the second finds the folder of the first
         arguments = [*settings.split(), "--num_iterations", steps, "--output_dir", "nano"]
+        arguments.append("--overwrite")
         assert train.main(arguments) == 0
     assert checkpoints(tmp_path / "nano") == ["model_00000001.bin", "model_00000002.bin"]
 
@@ -509,7 +586,8 @@ BAD_FLAGS = {
     "--learning_rate_decay_frac": ["1.1", "-0.1"],
     "--weight_decay": ["-1", "nan"],
     "--beta2": ["1", "-0.5"],
-    "--eps": ["0", "1e-300"],  # 0 as a float32
+    "--eps": ["0", "1e-300", "1e39", "inf"],  # 0 and infinity as a float32
+    "--grad_clip": ["1e-46", "1e39", "-1", "nan"],
     "--seed": ["-1", "1.5"],
     "--warmup_iters": ["1" + 400 * "0"],  # beyond the floats
     "--input_bin": [""],  # as of an unset shell variable
@@ -532,6 +610,23 @@ def test_a_flag_that_makes_no_sense_is_one_line(flag, value, capsys):
     assert re.fullmatch(rf"error: .*{re.escape(flag)}.*\n", err)
 
 
+def test_settings_at_their_limits_are_taken():
+    for text, value in [("0", 0), ("1e-30", 1e-30), ("1e30", 1e30)]:
+        assert train.parse_arguments(["--grad_clip", text]).grad_clip == value
+        assert np.float32(value) == pytest.approx(value, rel=1e-6)
+    for text, value in [("1e-30", 1e-30), ("1e30", 1e30)]:
+        assert train.parse_arguments(["--eps", text]).eps == value
+
+
+def test_a_limit_that_leaves_zero_out_says_so(capsys):
+    with pytest.raises(SystemExit):
+        train.main(["--grad_clip", "1e-46"])
+    assert capsys.readouterr().err == (
+        "error: argument --grad_clip: '1e-46' is not a number from 1e-30 to 1e+30, or 0 (--help "
+        "lists the flags)\n"
+    )
+
+
 def test_help_states_every_flag_and_its_default(capsys):
     with pytest.raises(SystemExit) as exit_:
         train.main(["--help"])
@@ -542,8 +637,9 @@ def test_help_states_every_flag_and_its_default(capsys):
     names += " num_iterations learning_rate warmup_iters learning_rate_decay_frac weight_decay"
     names += " grad_clip val_loss_every val_max_steps sample_every overfit_single_batch device"
     names += " precision attention graph recompute nvtx seed beta1 beta2 eps checkpoint_every"
+    names += " overwrite"
     assert sorted(listed) == sorted(f"--{name}" for name in names.split())
-    assert text.count("(default:") >= len(listed) - 2  # all but the switches
+    assert text.count("(default:") >= len(listed) - 3  # all but the switches
 
 
 @pytest.mark.slow

@@ -18,7 +18,8 @@ from numbagpt.config import PRESETS
 from numbagpt.device import select_device
 from numbagpt.errors import UserError
 from numbagpt.gpu import blas, runtime
-from numbagpt.state import ATTENTIONS, best_precision
+from numbagpt.modes import ATTENTIONS, PRECISIONS
+from numbagpt.state import best_precision
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -32,7 +33,7 @@ def main(argv: list[str] | None = None) -> int:
         "--batch_sizes", "B, separated by commas; kernels take the last (default: 4,16)", "4,16"
     )
     parser.flag("--sequence_length", number, 1024, "T")
-    parser.choice("--precision", ("auto", *blas.PRECISIONS), "(default: bf16 if the GPU has it)")
+    parser.choice("--precision", ("auto", *PRECISIONS), "(default: bf16 if the GPU has it)")
     parser.choice("--attention", ("auto", *ATTENTIONS), "(default: flash if the GPU has it)")
     parser.flag("--recompute", cli.number(int, 0, 2), 0, "see train.py")
     parser.text("--only", "kernels whose name holds this (default: all)")

@@ -13,10 +13,10 @@ from numbagpt.errors import UserError
 from numbagpt.gpu import blas_numpy
 from numbagpt.gpu.blas_problem import VECTOR_BYTES, BlasError, Problem
 from numbagpt.gpu.cublaslt import plan_for
+from numbagpt.modes import PRECISIONS
 
-__all__ = ["PRECISIONS", "BlasError", "matmul", "precision", "set_autotune", "set_precision"]
+__all__ = ["BlasError", "matmul", "precision", "set_autotune", "set_precision"]
 
-PRECISIONS = ("fp32", "tf32", "bf16")
 # By NumPy's type character; bf16 lives in uint16.
 _STORAGE = {"f": "float32", "H": "bfloat16", "d": "float64"}
 _ALLOWED = {  # storage of a and b, of out

@@ -7,6 +7,7 @@ from numba import cuda
 from numbagpt.errors import UserError
 from numbagpt.gpu import blas, cublaslt
 from numbagpt.gpu.vec import bf16_to_float32, float32_to_bf16
+from numbagpt.modes import PRECISIONS
 from tests.gpu.matmul_case import Case
 
 SHAPES = [  # batch (0: none), M, N, K
@@ -359,7 +360,7 @@ def test_arrays_of_two_places():
 
 def test_precision_names():
     assert blas.precision() == "fp32"
-    for name in blas.PRECISIONS:
+    for name in PRECISIONS:
         blas.set_precision(name)
         assert blas.precision() == name
     with pytest.raises(UserError, match="'fp16'; expected one of fp32, tf32, bf16"):
