@@ -198,16 +198,13 @@ def cases(config: GPT2Config, B: int, T: int, storage: type = np.float32) -> Ite
         flops,
     )
     scratch = once(floats, flash_attention_scratch(B, T, C, NH))
-    yield case(
-        "flash_attention_backward",
-        heads,
-        call(
-            flash_attention_backward,
-            *(x(B, T, 3 * C), x(B, T, C), x(B, T, 3 * C), x(B, T, C), f(B, NH, T), scratch),
-        ),
-        8 * act,
-        5 * flops // 2,
-    )
+    backward = x(B, T, 3 * C), x(B, T, C), x(B, T, 3 * C), x(B, T, C), f(B, NH, T), scratch
+    for name, dqkvb in (
+        ("flash_attention_backward", None),
+        ("flash_attention_backward, dbias", f(3 * C)),
+    ):
+        make_call = call(flash_attention_backward, *backward, dqkvb)
+        yield case(name, heads, make_call, 8 * act, 5 * flops // 2)
     if storage == np.float32:
         yield from _materialized_attention(B, T, C, NH, HS, call, f)
     yield case(
