@@ -14,7 +14,7 @@ from numbagpt.bench.timing import DOES_NOT_FIT, copy_bandwidth, measure, median_
 from numbagpt.config import GPT2Config
 from numbagpt.errors import UserError
 
-ROW = "{:26} {:34} {:>12} {:>6} {:>7} {:>7} {:>8} {:>12}"
+ROW = "{:31} {:34} {:>12} {:>6} {:>7} {:>7} {:>8} {:>12}"
 
 
 def select(config: GPT2Config, B: int, T: int, storage: type, only: str) -> list[Case]:
