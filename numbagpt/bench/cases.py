@@ -138,7 +138,8 @@ def cases(config: GPT2Config, B: int, T: int, storage: type = np.float32) -> Ite
         "encoder_backward",
         btc,
         call(encoder_backward, f(Vp, C), f(T, C), x(B, T, C), inp, order, starts),
-        act + 8 * distinct * C + 8 * T * C,
+        # dout is read for two sums, by token and by position: no order of its rows serves both
+        2 * act + 8 * distinct * C + 8 * T * C,
     )
     yield case(
         "layernorm_forward",

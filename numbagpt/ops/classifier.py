@@ -25,6 +25,7 @@ from numbagpt.gpu.kernel import Kernel, device_function, kernel
 from numbagpt.gpu.ptx import copy_async, copy_async_commit, copy_async_wait, exp2
 from numbagpt.gpu.reduce import LOWEST, block_max, block_sum
 from numbagpt.gpu.vec import MAX_WIDTH, load, store, width
+from numbagpt.ops.arguments import check_sizes, check_vectors
 
 BLOCK = 1024
 # Bytes of shared memory beside the rows: what block_max and block_sum use.
@@ -270,10 +271,19 @@ def fused_classifier(
     dlosses  None, or (...) float32: derivative of what is minimised by each loss
     targets  (...) int32, 0 <= target < V
     dloss    that derivative where dlosses is None; one over the number of losses unless given
+
+    Raises ValueError where sizes or addresses are others; the targets are not looked at.
     """
     dloss = 1 / losses.size if dloss is None else dloss
     Vp = logits.shape[-1]
     N = losses.size
+    check_sizes("fused_classifier", logits=(logits, N * Vp), targets=(targets, N))
+    check_vectors("fused_classifier", Vp, logits=logits)
+    if probs is not None:
+        check_sizes("fused_classifier", probs=(probs, N * Vp))
+        check_vectors("fused_classifier", Vp, probs=probs)
+    if dlosses is not None:
+        check_sizes("fused_classifier", dlosses=(dlosses, N))
     slots = rows_that_fit(logits)
     grid = min(N, multiprocessors(logits)) if slots else N
     KERNELS[slots][grid, BLOCK, slots * Vp * logits.dtype.itemsize](

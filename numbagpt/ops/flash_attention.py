@@ -6,9 +6,10 @@ Per sequence and head, with q, k, v (T, HS), scale = 1 / sqrt(HS) and the sums o
     S   = scale q k^T                 lse = log of the sum of exp(S) over a row
     P   = exp(S - lse)                out = P v
 
-attention.py computes the same by writing S and P to memory: for T = 1024 each is 16 times as long
-as q. Here a tile of 64 queries is compared with one tile of keys after the other, and no tile of
-scores ever leaves the registers of its block. That needs the softmax before its sum is known.
+attention.py computes the same by writing S and P to memory: for T = 1024 and HS = 64 each is 16
+times as long as q. Here a tile of 64 queries is compared with one tile of keys after the other, and
+no tile of scores ever leaves the registers of its block. That needs the softmax before its sum is
+known.
 
 Online softmax
 --------------
@@ -63,6 +64,7 @@ from numba import cuda
 from numbagpt.errors import UserError
 from numbagpt.gpu.kernel import ceil_div
 from numbagpt.ops import flash_mma, flash_mma_backward, flash_wgmma, flash_wgmma_backward
+from numbagpt.ops.arguments import check_room, check_sizes, check_vectors
 from numbagpt.ops.flash_tile import ROWS, THREADS, tile_grid
 from numbagpt.ops.matmul import (
     matmul_backward_bias,
@@ -110,7 +112,7 @@ def _scratch_parts(B: int, T: int, C: int, NH: int) -> tuple[int, int, int]:
     return tiles * 3 * C, matmul_backward_bias_scratch(tiles, 3 * C), 2 * B * NH * T
 
 
-def flash_attention_forward(out, lse, qkv, variant=None):
+def flash_attention_forward(out, lse, qkv, variant: str | None = None) -> None:
     """Attention of every head to the tokens up to its own.
 
     out   (B, T, C)        written; C = NH * HS
@@ -119,30 +121,42 @@ def flash_attention_forward(out, lse, qkv, variant=None):
 
     out and qkv are both bf16 (uint16) or both float32. variant: a key of VARIANTS; by default the
     fastest that the GPU has, and under the simulator "mma".
-    Raises UserError where no kernel takes this head size and storage on this GPU.
+    Raises UserError where no kernel takes this head size and storage on this GPU; ValueError where
+    sizes or addresses do not fit together, or the variant asked for does not take them.
     """
     B, NH, T = lse.shape
-    HS = out.shape[-1] // NH
+    C = out.shape[-1]
+    HS = C // NH
     forward, _ = _modules(HS, qkv, variant)
+    check_sizes("flash_attention_forward", out=(out, B * T * C), qkv=(qkv, 3 * B * T * C))
+    check_vectors("flash_attention_forward", C, out=out, qkv=qkv)
     key = HS, qkv.dtype.itemsize
     _, scale2 = _scales(HS)
     launch = tile_grid(B * NH, ceil_div(T, ROWS)), THREADS, forward.FORWARD_SHARED[key]
     forward.forward_kernels[key][launch](out, lse, qkv, T, NH, scale2)
 
 
-def flash_attention_backward(dqkv, dout, qkv, out, lse, scratch, dqkvb=None, variant=None):
+def flash_attention_backward(
+    dqkv, dout, qkv, out, lse, scratch, dqkvb=None, variant: str | None = None
+) -> None:
     """Gradient of flash_attention_forward. The same bits at every run.
 
     dqkv            (B, T, 3C)     written
     dout            (B, T, C)
     qkv, out, lse                  as flash_attention_forward was given and left them
     scratch         float32, at least flash_attention_scratch(B, T, C, NH); overwritten
-    dqkvb           (3C,) or None  float32: += the sum over all tokens of dqkv, before rounding
+    dqkvb           (3C,) or None  float32: += the gradient of the bias that was added to qkv
+
+    Raises as flash_attention_forward does.
     """
     B, NH, T = lse.shape
     C = out.shape[-1]
     HS = C // NH
     _, backward = _modules(HS, qkv, variant)
+    N, name = B * T * C, "flash_attention_backward"
+    check_sizes(name, dqkv=(dqkv, 3 * N), dout=(dout, N), qkv=(qkv, 3 * N), out=(out, N))
+    check_room(name, scratch=(scratch, flash_attention_scratch(B, T, C, NH)))
+    check_vectors(name, C, dqkv=dqkv, dout=dout, qkv=qkv, out=out)
     key = HS, qkv.dtype.itemsize
     scale, scale2 = _scales(HS)
     tiles = ceil_div(T, ROWS)
@@ -186,10 +200,16 @@ def _modules(HS: int, array, variant: str | None) -> tuple[ModuleType, ModuleTyp
                 f"{cc[0]}.{cc[1]}; it takes head sizes {sizes} from 8.0 on; "
                 "use --attention materialized"
             )
-    return VARIANTS[variant]
+    if variant not in VARIANTS:
+        raise ValueError(f"variant is {variant!r}; expected one of {', '.join(VARIANTS)}")
+    modules = VARIANTS[variant]
+    if (HS, array.dtype.itemsize) not in modules[0].forward_kernels:
+        raise ValueError(f"variant {variant} has no kernel for head size {HS} in {array.dtype}")
+    return modules
 
 
-def flash_attention_forward_reference(out, lse, qkv):
+def flash_attention_forward_reference(out: np.ndarray, lse: np.ndarray, qkv: np.ndarray) -> None:
+    """What flash_attention_forward computes, in NumPy and in the arrays' own precision."""
     q, k, v = _heads(qkv, 3, lse.shape[1])
     scores = _scores(q, k)
     top = scores.max(-1, keepdims=True)
@@ -200,7 +220,16 @@ def flash_attention_forward_reference(out, lse, qkv):
     out[...] = (weights @ v).swapaxes(1, 2).reshape(out.shape)
 
 
-def flash_attention_backward_reference(dqkv, dout, qkv, out, lse, scratch, dqkvb=None):
+def flash_attention_backward_reference(
+    dqkv: np.ndarray,
+    dout: np.ndarray,
+    qkv: np.ndarray,
+    out: np.ndarray,
+    lse: np.ndarray,
+    scratch: np.ndarray | None,
+    dqkvb: np.ndarray | None = None,
+) -> None:
+    """What flash_attention_backward computes, likewise; scratch is not used."""
     NH = lse.shape[1]
     q, k, v = _heads(qkv, 3, NH)
     (do,), (o,) = _heads(dout, 1, NH), _heads(out, 1, NH)

@@ -115,7 +115,7 @@ def make_dq_kernel(HS: int, itemsize: int, KEYS: int, min_blocks: int, KEPT: int
         b = int32(head // NH)
         h = int32(head - b * NH)
         q0 = int32(ROWS * (cuda.gridDim.y - 1 - cuda.blockIdx.y))  # long blocks first
-        end = int32(q0 + ROWS)  # of the keys that are seen, or of T
+        end = int32(q0 + ROWS)  # of the keys that are seen; those from T on are masked
         C = int64(NH) * HS
         stride = 3 * C
         q_start = int64(b) * T * stride + h * HS  # of token 0; k follows C behind q, v behind k

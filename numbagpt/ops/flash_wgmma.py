@@ -63,7 +63,7 @@ def make_forward_kernel(HS: int) -> Kernel:
         min_blocks=4 if HS == 64 else 2,
         exactly=(9, 0),
     )
-    def flash_forward_kernel(out, lse, qkv, T, NH, scale2):
+    def flash_wgmma_forward_kernel(out, lse, qkv, T, NH, scale2):
         """One block per 64 queries of a head: out = softmax(scale q k^T) v, lse = log of its sums.
 
         Grid as by tile_grid(B * NH, ceil(T / 64)). scale2 = scale * log2(e).
@@ -162,8 +162,8 @@ def make_forward_kernel(HS: int) -> Kernel:
         o_start = (int64(b) * T + q0) * C + h * HS
         store_tile(tile, 0, o, float32(1), out, o_start, C, q0, T, CHUNKS)
 
-    flash_forward_kernel.__name__ += f"_{HS}"
-    return flash_forward_kernel
+    flash_wgmma_forward_kernel.__name__ += f"_{HS}"
+    return flash_wgmma_forward_kernel
 
 
 # By head size and bytes of a number.

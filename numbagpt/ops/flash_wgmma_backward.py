@@ -58,27 +58,15 @@ def make_dq_kernel(HS: int) -> Kernel:
     STAGE = 2 * TILE  # a tile of K and one of V; there are two stages
     ACC = HS // 2  # registers of a thread for 64 x HS
     QUARTER = HS // 4  # columns of a row for each lane of a quad
+    bf16, rows = uint16[::1], float32[::1]
 
     @kernel(
-        void(
-            uint16[::1],
-            float32[::1],
-            float32[::1],
-            uint16[::1],
-            uint16[::1],
-            uint16[::1],
-            float32[::1],
-            int32,
-            int32,
-            float32,
-            float32,
-            int32,
-        ),
+        void(bf16, rows, rows, bf16, bf16, bf16, rows, int32, int32, float32, float32, int32),
         max_threads=THREADS,
         min_blocks=4 if HS == 64 else 2,
         exactly=(9, 0),
     )
-    def flash_dq_kernel(
+    def flash_wgmma_dq_kernel(
         dqkv, tile_sums, rows, dout, qkv, out, lse, T, NH, scale2, scale, with_sums
     ):
         """One block per 64 queries of a head: dq, and for the next kernel what it needs of rows.
@@ -195,8 +183,8 @@ def make_dq_kernel(HS: int) -> Kernel:
             wgmma_wait(dq, ACC, 0)
             store_sums(tile_sums, int32(tiles - 1), tile, dq, NH, HS)
 
-    flash_dq_kernel.__name__ += f"_{HS}"
-    return flash_dq_kernel
+    flash_wgmma_dq_kernel.__name__ += f"_{HS}"
+    return flash_wgmma_dq_kernel
 
 
 def make_dkv_kernel(HS: int) -> Kernel:
@@ -212,17 +200,18 @@ def make_dkv_kernel(HS: int) -> Kernel:
     PACKED = QUERIES // 4  # and for these in bf16
     BLOCKS = QUERIES // 8
     DIAGONAL = ROWS // QUERIES  # tiles that the diagonal crosses
+    bf16, rows = uint16[::1], float32[::1]
 
     @kernel(
-        void(uint16[::1], uint16[::1], uint16[::1], float32[::1], int32, int32, float32, float32),
+        void(bf16, bf16, bf16, rows, int32, int32, float32, float32),
         max_threads=THREADS,
         min_blocks=3 if HS == 64 else 2,
         exactly=(9, 0),
     )
-    def flash_dkv_kernel(dqkv, dout, qkv, rows, T, NH, scale2, scale):
+    def flash_wgmma_dkv_kernel(dqkv, dout, qkv, rows, T, NH, scale2, scale):
         """One block per 64 keys of a head: dk and dv, from the tiles of queries that see them.
 
-        rows (B, NH, 2, T): as flash_dq_kernel left them.
+        rows (B, NH, 2, T): as flash_wgmma_dq_kernel left them.
         Grid as by tile_grid(B * NH, ceil(T / 64)). scale2 = scale * log2(e).
 
         Reads k and v once, q, dout and rows once per key tile, mostly from the second-level cache;
@@ -324,8 +313,8 @@ def make_dkv_kernel(HS: int) -> Kernel:
         store_tile(tile, 0, dk, scale, dqkv, k_start, stride, k0, T, CHUNKS)
         store_tile(tile, TILE, dv, float32(1), dqkv, v_start, stride, k0, T, CHUNKS)
 
-    flash_dkv_kernel.__name__ += f"_{HS}"
-    return flash_dkv_kernel
+    flash_wgmma_dkv_kernel.__name__ += f"_{HS}"
+    return flash_wgmma_dkv_kernel
 
 
 def query_rows(HS: int) -> int:

@@ -16,7 +16,7 @@ CONFIG, B, T = PRESETS["d12"], 4, 1024
 # of the batch's tokens are touched.
 PASSES = {
     "encoder_forward": "1 1 rows 1",
-    "encoder_backward": "2rows 2 1 1 1 1",
+    "encoder_backward": "2rows 2 2 1 1 1",
     "layernorm_forward": "1 1 1 1 1 1",
     "layernorm_backward": "2 2 2 1 1 1 1 1 0 2",
     "residual_forward": "1 1 1",

@@ -307,3 +307,24 @@ def test_more_than_2_to_the_31_logits(rng):
     expected = np.where(np.arange(Vp) < V, 1 / V, 0)
     expected[0] -= 1
     assert relative_error(dlogits, expected) <= 1e-5
+
+
+@pytest.mark.parametrize("name", ["logits", "probs", "dlosses", "targets"])
+def test_sizes_that_do_not_fit(name):
+    N, V, Vp = 6, 11, 16
+    arrays = {
+        "logits": np.zeros((N, Vp), np.float32),
+        "losses": np.zeros(N, np.float32),
+        "probs": np.zeros((N, Vp), np.float32),
+        "dlosses": np.zeros(N, np.float32),
+        "targets": np.zeros(N, np.int32),
+    }
+    arrays[name] = arrays[name][:-1]
+    with pytest.raises(ValueError, match=f"fused_classifier: {name} has {arrays[name].size} elem"):
+        fused_classifier(**arrays, V=V)
+
+
+def test_rows_that_are_not_whole_vectors():
+    logits, losses = np.zeros((2, 10), np.float32), np.zeros(2, np.float32)
+    with pytest.raises(ValueError, match="logits has rows of 10 elements of float32"):
+        fused_classifier(logits, losses, None, None, np.zeros(2, np.int32), 10)

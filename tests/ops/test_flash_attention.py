@@ -287,6 +287,32 @@ def test_unknown_head_size():
         flash_attention_forward(problem.out, problem.lse, problem.qkv)
 
 
+@pytest.mark.parametrize(
+    ("variant", "storage", "HS", "message"),
+    [
+        ("wgmaa", np.uint16, 64, "variant is 'wgmaa'; expected one of wgmma, mma"),
+        ("wgmma", np.float32, 64, "variant wgmma has no kernel for head size 64 in float32"),
+        ("wgmma", np.uint16, 32, "variant wgmma has no kernel for head size 32 in uint16"),
+    ],
+)
+def test_variants_without_a_kernel(variant, storage, HS, message):
+    problem = Problem(1, 1, 3, HS, storage)
+    with pytest.raises(ValueError, match=message):
+        flash_attention_forward(problem.out, problem.lse, problem.qkv, variant)
+
+
+@pytest.mark.parametrize("name", ["out", "qkv", "dqkv", "dout", "scratch"])
+def test_sizes_that_do_not_fit(name):
+    p = Problem(1, 1, 3, 16)
+    arrays = {n: getattr(p, n) for n in ("dqkv", "dout", "qkv", "out", "lse", "scratch")}
+    arrays[name] = arrays[name][:0] if name == "scratch" else arrays[name][:, :-1]
+    with pytest.raises(ValueError, match=f"{name} has"):
+        flash_attention_backward(**arrays)
+    if name in ("out", "qkv"):
+        with pytest.raises(ValueError, match=f"{name} has"):
+            flash_attention_forward(arrays["out"], arrays["lse"], arrays["qkv"])
+
+
 @pytest.mark.parametrize("heads", [1, 25, 48, 49, 192, 300])
 def test_grid_covers_heads(heads):
     together, tiles, groups = tile_grid(heads, 16)
