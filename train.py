@@ -225,6 +225,9 @@ class Run:
             except DataError:
                 self.stop()
                 raise
+            except OSError:  # standard output is gone, and with it the place to say anything
+                self.save_silently()
+                raise
         return 0
 
     def stop(self) -> None:
@@ -235,6 +238,13 @@ class Run:
             print(f"interrupted after step {steps}")
         else:
             print("interrupted before the first step was done: there is no checkpoint")
+
+    def save_silently(self) -> None:
+        """Write a checkpoint of the last whole step, if there is one, and print nothing."""
+        for _ in self.trainer.read():  # waits for it
+            pass
+        if self.trainer.steps:
+            self.save(self.trainer.steps)
 
     def step(self, step: int) -> None:
         """Queue one optimizer step."""
@@ -258,7 +268,7 @@ class Run:
         )
 
     def between_steps(self, step: int) -> None:
-        """Validate, sample and write a checkpoint if it is time, that is after `step` steps."""
+        """Validate, write a checkpoint and sample if it is time, that is after `step` steps."""
 
         def is_time(every: int) -> bool:
             return step == self.options.num_iterations or (every > 0 and step % every == 0)
@@ -273,10 +283,10 @@ class Run:
         self.report()
         if validate:
             self.validate(step)
-        if sample:
-            self.sample(step)
         if write:
             self.write_checkpoint(step)
+        if sample:
+            self.sample(step)
         self.progress.restart_clock()
 
     def validate(self, step: int) -> None:
@@ -306,14 +316,20 @@ class Run:
 
     def write_checkpoint(self, step: int) -> None:
         """Write the weights as model_<step>.bin, unless that is what was written last."""
+        if path := self.save(step):
+            print(f"wrote {path}")
+
+    def save(self, step: int) -> Path | None:
+        """write_checkpoint without a word; the path, or None if there was nothing to write."""
         from numbagpt.checkpoint import write_model
 
         path = Path(self.options.output_dir) / f"model_{step:08d}.bin"
         if path == self.progress.last_checkpoint:
-            return
+            return None
+        path.parent.mkdir(parents=True, exist_ok=True)  # somebody may have removed it meanwhile
         write_model(path, self.model.config, self.model.each_parameter())
         self.progress.last_checkpoint = path
-        print(f"wrote {path}")
+        return path
 
 
 def main(argv: list[str] | None = None) -> int:

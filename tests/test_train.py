@@ -267,7 +267,8 @@ def test_what_is_printed(flags, tmp_path, capsys):
     assert lines[0][1] == "1.50e-04"
     assert re.findall(r"--- sample after step (\d)\n", out) == ["3", "4"]
     last = tmp_path / "run" / "model_00000004.bin"
-    assert out.endswith(f"wrote {last}\nsample from it: python sample.py --checkpoint {last}\n")
+    assert f"\nwrote {last}\n--- sample after step 4\n" in out
+    assert out.endswith(f"\n---\nsample from it: python sample.py --checkpoint {last}\n")
 
 
 def test_the_summary_says_where_the_weights_come_from(flags, tmp_path, monkeypatch, capsys):
@@ -294,9 +295,9 @@ def test_a_sample_in_between_does_not_change_the_run(flags, reports, tmp_path):
 def test_no_sample_without_gpt2s_vocabulary(flags, tmp_path, capsys):
     assert train.main(flags()) == 0
     out = capsys.readouterr().out
-    assert "no sample: the model knows 60 tokens" in out
     # nor the advice to sample with a program that would refuse
-    assert out.endswith(f"wrote {tmp_path / 'run' / 'model_00000004.bin'}\n")
+    last = "no sample: the model knows 60 tokens; text needs GPT-2's vocabulary of 50257"
+    assert out.splitlines()[-1] == last
 
 
 def test_a_batch_too_large_for_the_memory_names_one_that_fits(flags, monkeypatch, capsys):
@@ -367,6 +368,45 @@ def test_bad_validation_data_at_the_end_does_not_cost_the_weights(flags, tmp_pat
     with pytest.raises(DataError, match=r"bad\.bin has token id 60 at position 40;"):
         train.main(flags(input_val_bin=data, val_loss_every=0))
     assert capsys.readouterr().out.endswith("interrupted after step 4\n")
+    assert checkpoints(tmp_path / "run") == ["model_00000004.bin"]
+
+
+def test_a_run_whose_output_nobody_reads_keeps_its_weights(flags, tmp_path):
+    arguments = command("train.py", *flags(num_iterations=3000))
+    environment = {"NUMBA_DISABLE_CUDA": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(
+        arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ | environment
+    ) as running:
+        while not running.stdout.readline().startswith(b"step    3/3000"):
+            assert running.poll() is None
+        running.stdout.close()
+        assert running.stderr.read() == b"", "there is nobody to tell"
+        assert running.wait() == 1
+    (last,) = checkpoints(tmp_path / "run")
+    assert 3 <= int(last.removeprefix("model_").removesuffix(".bin")) < 3000
+    read_model(tmp_path / "run" / last)
+
+
+def test_a_sample_that_fails_at_the_end_does_not_cost_the_weights(flags, tmp_path, monkeypatch):
+    def stream_text(*arguments, **options):
+        yield "so far"
+        raise UserError("the vocabulary is damaged")
+
+    monkeypatch.setattr(sampling, "stream_text", stream_text)
+    with pytest.raises(UserError, match="the vocabulary is damaged"):
+        train.main(flags())
+    assert checkpoints(tmp_path / "run") == ["model_00000004.bin"]
+
+
+def test_an_output_folder_that_was_removed_is_made_again(flags, tmp_path, monkeypatch):
+    step = train.Run.step
+
+    def remove_folder_and_step(run, number):
+        shutil.rmtree(tmp_path / "run", ignore_errors=True)
+        step(run, number)
+
+    monkeypatch.setattr(train.Run, "step", remove_folder_and_step)
+    assert train.main(flags()) == 0
     assert checkpoints(tmp_path / "run") == ["model_00000004.bin"]
 
 
