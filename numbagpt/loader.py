@@ -17,7 +17,7 @@ import numpy as np
 
 from numbagpt.errors import DataError, UserError
 from numbagpt.files import shell_path
-from numbagpt.shards import check_vocabulary, count_tokens, read_shard
+from numbagpt.shards import check_vocabulary, count_tokens, read_tokens
 
 
 def find_shards(pattern: str) -> list[str]:
@@ -66,7 +66,6 @@ class TokenLoader:
         if self.num_batches == 0:
             raise UserError(self._too_short())
         self._vocab_size = vocab_size
-        self._mapped: tuple[int, np.ndarray] | None = None
         self.reset()
         self.next_batch()
         self.reset()
@@ -94,23 +93,16 @@ class TokenLoader:
         """The next step+1 tokens of one shard, checked; the window after begins `step` further."""
         while self._offset + step + 1 > self._lengths[self._shard]:
             self._shard, self._offset = (self._shard + 1) % len(self.paths), 0
-        window = self._tokens_of(self._shard)[self._offset : self._offset + step + 1]
-        check_vocabulary(window, self._vocab_size, self.paths[self._shard], self._offset)
+        path, length = self.paths[self._shard], self._lengths[self._shard]
+        if self._offset == 0 and (found := count_tokens(path)) != length:
+            raise UserError(
+                f"{path} has {found:,} tokens; it had {length:,} when it was first looked at; "
+                "leave the shards of a run alone until it ends"
+            )
+        window = read_tokens(path, self._offset, step + 1)
+        check_vocabulary(window, self._vocab_size, path, self._offset)
         self._offset += step
         return window
-
-    def _tokens_of(self, shard: int) -> np.ndarray:
-        """The tokens of a shard, (n,) uint16. One is mapped at a time: each is an open file."""
-        if self._mapped is None or self._mapped[0] != shard:
-            tokens = read_shard(self.paths[shard])
-            if len(tokens) != self._lengths[shard]:
-                raise UserError(
-                    f"{self.paths[shard]} has {len(tokens):,} tokens; it had "
-                    f"{self._lengths[shard]:,} when it was first looked at; "
-                    "leave the shards of a run alone until it ends"
-                )
-            self._mapped = shard, tokens
-        return self._mapped[1]
 
     def _too_short(self) -> str:
         longest = max(self._lengths)

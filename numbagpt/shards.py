@@ -16,7 +16,7 @@ import numpy as np
 
 from numbagpt.config import VOCAB_SIZE
 from numbagpt.errors import UserError
-from numbagpt.files import atomic_write, file_size, read_bytes, shell_path
+from numbagpt.files import atomic_write, explained, file_size, read_bytes, shell_path
 from numbagpt.magics import FILE_OF_MAGIC, SHARD_MAGIC
 
 VERSION = 1
@@ -92,6 +92,22 @@ def read_shard(path: str | os.PathLike) -> np.memmap:
     """
     shape = (count_tokens(path),)
     return np.memmap(path, TOKEN, mode="r", offset=HEADER_BYTES, shape=shape)
+
+
+def read_tokens(path: str | os.PathLike, start: int, count: int) -> np.ndarray:
+    """`count` tokens of a shard from its token `start` on, (count,) uint16.
+
+    They are read, not mapped: what is missing from a mapped file that was cut short meanwhile ends
+    the process. Raises UserError if the file cannot be read or ends too early.
+    """
+    with explained(f"cannot read {path}"):
+        tokens = np.fromfile(path, TOKEN, count, offset=HEADER_BYTES + TOKEN.itemsize * start)
+    if tokens.size != count:
+        raise UserError(
+            f"{path} ends at token {start + tokens.size:,}; it was longer when it was first looked "
+            "at; leave the shards of a run alone until it ends"
+        )
+    return tokens
 
 
 def check_vocabulary(

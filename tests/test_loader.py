@@ -7,7 +7,7 @@ import threading
 import numpy as np
 import pytest
 
-from numbagpt.errors import UserError
+from numbagpt.errors import DataError, UserError
 from numbagpt.loader import Prefetcher, TokenLoader, find_shards
 from numbagpt.shards import write_shard
 
@@ -211,6 +211,17 @@ def test_an_id_beyond_the_vocabulary_further_on_is_refused_when_it_is_read(tmp_p
     for _ in range(2):
         with pytest.raises(UserError, match=r"s1\.bin has token id 100 at position 12;"):
             loader.next_batch()
+
+
+def test_a_shard_that_is_cut_short_meanwhile(tmp_path):
+    shards = random_shards(tmp_path, 100)
+    loader = TokenLoader(str(tmp_path / "s0.bin"), 2, 4, V)
+    before = windows(shards, 2, 4)
+    assert_batch(loader.next_batch(), next(before))
+    os.truncate(tmp_path / "s0.bin", 1024 + 2 * 20)
+    assert_batch(loader.next_batch(), next(before))
+    with pytest.raises(DataError, match=r"s0\.bin ends at token 20; .*leave the shards of a run"):
+        loader.next_batch()
 
 
 # --- Prefetcher ---
