@@ -59,6 +59,11 @@ def plan_model(
     )
     if attention is None:
         attention = "flash" if has_flash or precision == "bf16" else "materialized"
+    if attention == "flash" and precision == "fp32":
+        raise UserError(
+            "flash attention computes on tensor cores, which do not multiply float32; expected "
+            "--precision bf16 or, on a GPU, tf32 with it"
+        )
     if attention == "flash" and not has_flash:
         raise UserError(
             f"there is no flash attention in {precision} for heads of {config.head_size} channels "
