@@ -20,6 +20,10 @@ This is the pattern that wgmma calls the 128-byte swizzle. A row longer than 128
 panels of 128 bytes, each a tile of its own, one behind the other. Where a row is shorter, 2 or 4
 rows share a line of 128 bytes, and the swizzle exchanges places within a row only.
 
+Kernels get their tiles by `cuda.shared.array(0, …)`: dynamic shared memory, whose size is given at
+the launch. All such arrays of a kernel, of whatever type, begin at the same byte, so that offsets
+say what lies where.
+
 Fragments
 ---------
 A product of the tensor cores leaves its result spread over the registers of a warp. Of 16 rows and

@@ -1,6 +1,7 @@
 """The backward pass of flash attention on Hopper; flash_wgmma.py says how the blocks work.
 
-From the maths in flash_attention.py, for the scores S = q k^T of a head:
+The maths of flash_attention.py once more, with S = q k^T and dS without the scale, since it is
+cheaper to multiply the results with it:
 
     P  = exp(scale S - lse)            the probabilities again, cheaper than reading them
     dP = dout v^T
@@ -139,7 +140,7 @@ def make_dq_kernel(HS: int) -> Kernel:
             copy_async_wait(0)
             fence_async_proxy()
             cuda.syncthreads()  # the copies have arrived, and nobody reads the other stage any more
-            other = int32(stage ^ (3 * STAGE))
+            other = int32(stage ^ (3 * STAGE))  # STAGE and 2 * STAGE take turns
             if int32(j + 1) < tiles:
                 k1 = int32(ROWS * (j + 1))
                 k_next += ROWS * stride
