@@ -214,20 +214,25 @@ class Run:
         # NumPy need not warn of an overflow: report() stops a run that went astray, in one line.
         with self.interrupt, np.errstate(all="ignore"):
             try:
-                for step in range(self.options.num_iterations):
-                    self.between_steps(step)
-                    self.step(step)
-                    self.report(in_flight)
-                self.between_steps(self.options.num_iterations)
-            except cli.Stopped as stopped:
-                self.stop()
-                return stopped.status
-            except DataError:
-                self.stop()
-                raise
+                return self.all_steps(in_flight)
             except OSError:  # standard output is gone, and with it the place to say anything
                 self.save_silently()
                 raise
+
+    def all_steps(self, in_flight: int) -> int:
+        """The steps and what is between them; a run that is stopped ends with a checkpoint."""
+        try:
+            for step in range(self.options.num_iterations):
+                self.between_steps(step)
+                self.step(step)
+                self.report(in_flight)
+            self.between_steps(self.options.num_iterations)
+        except cli.Stopped as stopped:
+            self.stop()
+            return stopped.status
+        except DataError:
+            self.stop()
+            raise
         return 0
 
     def stop(self) -> None:

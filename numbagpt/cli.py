@@ -18,9 +18,12 @@ if TYPE_CHECKING:
     from numbagpt.device import Device
 
 DEFAULT_OUTPUT_DIR = "out"
-# What ends a program, and what it says then: Ctrl-C; and the signal of `kill`, of a container being
-# stopped, of a batch system whose time is up. The exit status is 128 + the signal, as in a shell.
+# What ends a program, and what it says then: Ctrl-C; the signal of `kill`, of a container being
+# stopped, of a batch system whose time is up; and that of a terminal that was closed, which Windows
+# does not have. The exit status is 128 + the signal, as in a shell.
 STOP_SIGNALS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
+if hasattr(signal, "SIGHUP"):
+    STOP_SIGNALS[signal.SIGHUP] = "hung up"
 LARGEST_INT = 10**38  # of a flag: its products still fit a float
 # What is answered to a write where no more can be written; the rest speaks for itself.
 CANNOT_WRITE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF, errno.ECONNRESET}
@@ -188,7 +191,7 @@ class Stopped(Exception):
 
 
 class Interrupt:
-    """While it is entered, Ctrl-C or SIGTERM asks for a stop; the next is answered at once.
+    """While it is entered, a stop signal asks for a stop; the next is answered at once.
 
     notice   the line that is printed at the first, at once
     """
@@ -224,7 +227,7 @@ class Interrupt:
 
 @contextlib.contextmanager
 def loading() -> Iterator[None]:
-    """Inside the block, which only imports, Ctrl-C and SIGTERM end the program at once.
+    """Inside the block, which only imports, a stop signal ends the program at once.
 
     A KeyboardInterrupt does not always arrive where it could be caught: NumPy's and Numba's
     extension modules make other errors of it.
@@ -238,11 +241,15 @@ def loading() -> Iterator[None]:
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM came. What cleans up after Ctrl-C does so after this, too."""
+    """Another stop signal than Ctrl-C's came. What cleans up after that does so after this, too."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
 
 
 def _raise(number: int, _: object) -> NoReturn:
-    raise KeyboardInterrupt if number == signal.SIGINT else Terminated
+    raise KeyboardInterrupt if number == signal.SIGINT else Terminated(number)
 
 
 def _end(number: int, _: object) -> NoReturn:
@@ -297,8 +304,8 @@ def run_program(program: Callable[[], int]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt as error:
-        number = signal.SIGTERM if isinstance(error, Terminated) else signal.SIGINT
-        print(STOP_SIGNALS[number], file=sys.stderr)
+        number = error.number if isinstance(error, Terminated) else signal.SIGINT
+        _say(STOP_SIGNALS[number])  # where the terminal was closed, nobody reads it
         return 128 + number
     except MemoryError as error:
         print(f"error: out of memory: {error}; take a smaller model or batch", file=sys.stderr)

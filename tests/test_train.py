@@ -387,6 +387,25 @@ def test_a_run_whose_output_nobody_reads_keeps_its_weights(flags, tmp_path):
     read_model(tmp_path / "run" / last)
 
 
+def test_a_run_whose_terminal_is_closed_keeps_its_weights(flags, tmp_path):
+    ours, terminal = os.openpty()
+    arguments = command("train.py", *flags(num_iterations=10**6))
+    environment = {"NUMBA_DISABLE_CUDA": "1", "OPENBLAS_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        arguments, stdin=terminal, stdout=terminal, stderr=terminal, env=os.environ | environment
+    ) as running:
+        os.close(terminal)
+        seen = b""
+        while b"step       3/" not in seen:
+            seen += os.read(ours, 1024)
+        os.close(ours)  # from here on writing fails
+        running.send_signal(signal.SIGHUP)
+        running.wait(timeout=60)
+    (last,) = checkpoints(tmp_path / "run")
+    assert int(last.removeprefix("model_").removesuffix(".bin")) >= 3
+    read_model(tmp_path / "run" / last)
+
+
 def test_a_sample_that_fails_at_the_end_does_not_cost_the_weights(flags, tmp_path, monkeypatch):
     def stream_text(*arguments, **options):
         yield "so far"
@@ -423,7 +442,9 @@ def test_the_command_it_prints_works_for_any_folder(flags, tmp_path, capsys):
     assert checkpoint == str(tmp_path / "it's a run" / "model_00000004.bin")
 
 
-@pytest.mark.parametrize(("sent", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("sent", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
 def test_a_stop_signal_finishes_the_step_and_writes_a_checkpoint(flags, tmp_path, sent, status):
     with subprocess.Popen(
         command("train.py", *flags(num_iterations=10**6)),
