@@ -305,7 +305,8 @@ def run_program(program: Callable[[], int]) -> int:
         return 1
     except KeyboardInterrupt as error:
         number = error.number if isinstance(error, Terminated) else signal.SIGINT
-        _say(STOP_SIGNALS[number])  # where the terminal was closed, nobody reads it
+        with contextlib.suppress(OSError):  # the terminal may be closed
+            print(STOP_SIGNALS[number], file=sys.stderr)
         return 128 + number
     except MemoryError as error:
         print(f"error: out of memory: {error}; take a smaller model or batch", file=sys.stderr)
