@@ -10,37 +10,27 @@ The flags carry the names of llm.c's trainer. python -m numbagpt.data makes the 
 """
 
 import argparse
-import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from numbagpt import cli, metrics
-from numbagpt.config import PRESETS, VOCAB_SIZE, GPT2Config
+from numbagpt.config import PRESETS, VOCAB_SIZE
 from numbagpt.errors import DataError, UserError
 from numbagpt.schedule import learning_rate_at
 
 # NumPy and what loads Numba are imported in main or where they are used: that takes a second, for
 # which --help and a mistyped flag should not have to wait.
 if TYPE_CHECKING:
-    import numpy as np
-
     from numbagpt.loader import Prefetcher, TokenLoader
-    from numbagpt.memory import MemoryPlan
     from numbagpt.training import Trainer
 
 SAMPLE_TOKENS, SAMPLE_TEMPERATURE = 64, 0.8
-# The longest warm-up of a run that is not told one, in steps: that of llm.c's runs of 20,000 steps.
-# Short runs need a large part of themselves: 500 steps of d12 on tinyshakespeare end 0.3 nats lower
-# with 100 steps of it than with 25.
-MAX_WARMUP = 700
-
 STOPPING = "stopping; a checkpoint of the last whole step follows (Ctrl-C again: at once, without)"
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    """The flags; None where the default depends on model and device (see fill_in_defaults)."""
+    """The flags; None where the default depends on model and device (see numbagpt/settings.py)."""
     parser = cli.Parser(__doc__)
     count, from_zero, fraction = cli.number(int, 1), cli.number(int, 0), cli.number(float, 0, 1)
     positive, not_negative = cli.number(float, 0, above=True), cli.number(float, 0)
@@ -84,107 +74,6 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.switch("--nvtx", "name layers and phases for NVIDIA's profilers; use with --graph 0")
     return parser.parse_args(argv)
-
-
-def find_model(
-    model: str, seed: int, output_dir: str
-) -> "tuple[GPT2Config, Path | None, Callable[[], dict[str, np.ndarray]]]":
-    """The model that --model names: its shape, where its weights lie, and what gives them.
-
-    The weights of a preset are random: they lie nowhere.
-    """
-    if model in PRESETS:
-        from numbagpt.init import random_parameters
-
-        # a run may well write to a folder that has its preset's name
-        if os.path.exists(model) and not os.path.samefile(model, output_dir):
-            raise UserError(
-                f"--model {model} is a preset, random weights, and there is a {model} here too; "
-                f"write ./{model} for what is here, or rename it"
-            )
-
-        return PRESETS[model], None, lambda: random_parameters(PRESETS[model], seed)
-    if not os.path.exists(model):
-        raise UserError(
-            f"--model {model}: no such file or folder, and no preset; expected a model .bin, a "
-            f"Hugging Face folder, a run's output folder or one of {', '.join(PRESETS)}"
-        )
-    from numbagpt.checkpoint import load_model, locate_model
-
-    path = locate_model(model)
-    config, parameters = load_model(path)
-    return config, path, lambda: parameters
-
-
-def fill_in_defaults(options: argparse.Namespace, config: GPT2Config, on_gpu: bool) -> None:
-    """Set what depends on model and device, and check what depends on other flags.
-
-    Adds accumulation_steps, the batches whose gradients add up to one step.
-    """
-
-    def default(name: str, value: object) -> None:
-        if getattr(options, name) is None:
-            setattr(options, name, value)
-
-    default("sequence_length", min(config.max_seq_len, 1024 if on_gpu else 64))
-    T = options.sequence_length
-    if T > config.max_seq_len:
-        raise UserError(
-            f"--sequence_length {T} is longer than the model's longest context; "
-            f"expected at most {config.max_seq_len}"
-        )
-    default("batch_size", max(1, (4096 if on_gpu else 512) // T))
-    default("total_batch_size", options.batch_size * T)
-    options.accumulation_steps = count_batches(options.total_batch_size, options.batch_size, T)
-    default("num_iterations", 1000 if on_gpu else 100)
-    default("learning_rate", 2e-3 if options.model == "nano" else 3e-4)
-    default("warmup_iters", min(options.num_iterations // 5, MAX_WARMUP))
-    if options.input_bin is None:
-        from numbagpt.corpus import default_corpus
-
-        options.input_bin, corpus_val_bin = map(str, default_corpus())
-        default("input_val_bin", corpus_val_bin)
-
-
-def count_batches(total: int, B: int, T: int) -> int:
-    """total / (B*T). Raises UserError, proposing the nearest valid totals, if that is not whole."""
-    count, rest = divmod(total, B * T)
-    if rest:
-        nearest = f"{count * B * T} or {(count + 1) * B * T}" if count else f"{B * T}"
-        raise UserError(
-            f"--total_batch_size {total} is no multiple of B*T = {B}*{T} = {B * T}; use {nearest}"
-        )
-    return count
-
-
-def summary(
-    options: argparse.Namespace,
-    config: GPT2Config,
-    source: Path | None,
-    plan: "MemoryPlan",
-    processor: str,
-    loader: "TokenLoader",
-    val_loader: "TokenLoader | None",
-) -> str:
-    """What is going to happen, for people to check before it takes hours."""
-    from numbagpt.memory import num_parameters
-
-    o, c, B, T = options, config, options.batch_size, options.sequence_length
-    weights = f"weights from {source}" if source else "random weights"
-    epochs = o.num_iterations * o.total_batch_size / loader.num_tokens
-    validation = f"{o.input_val_bin}: {val_loader.num_tokens:,} tokens" if val_loader else "none"
-    return f"""\
-device      {processor}, {o.precision}, {plan.attention} attention
-model       {o.model}: L={c.num_layers} NH={c.num_heads} C={c.channels} V={c.vocab_size}, \
-{num_parameters(c) / 1e6:,.1f}M parameters, {weights}
-data        {o.input_bin}: {loader.num_tokens:,} tokens, {len(loader.paths)} shard(s)
-validation  {validation}
-batch       B={B} x T={T} x {o.accumulation_steps} = {o.total_batch_size:,} tokens a step
-steps       {o.num_iterations:,}, {epochs:.2f} epochs
-AdamW       learning rate {o.learning_rate:g}, warm-up {o.warmup_iters} steps, then down to \
-{o.learning_rate * o.learning_rate_decay_frac:g}; weight decay {o.weight_decay:g}
-seed        {o.seed}
-{plan}"""
 
 
 class Run:
@@ -347,6 +236,7 @@ def main(argv: list[str] | None = None) -> int:
         from numbagpt.gpu import profile
         from numbagpt.loader import Prefetcher, TokenLoader
         from numbagpt.memory import num_parameters
+        from numbagpt.settings import fill_in_defaults, find_model, summary
         from numbagpt.state import plan_model
         from numbagpt.training import Trainer
     with output_folder(options.output_dir):

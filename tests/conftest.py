@@ -1,10 +1,16 @@
-"""Where a test runs: on a GPU if it is marked `gpu`, and nowhere but with a reason why not."""
+"""Where a test runs: on a GPU if it is marked `gpu`, and nowhere but with a reason why not.
+
+And the fixtures that several files share.
+"""
 
 import signal
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from check import Place
 from numba import cuda
+from programs import SMALL_VOCAB, make_model_file, make_shard
 
 from numbagpt.gpu import runtime
 
@@ -39,3 +45,25 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def place(request: pytest.FixtureRequest) -> Place:
     """A test that takes `place` runs under the simulator and, where there is one, on a GPU."""
     return Place(request.param)
+
+
+@pytest.fixture
+def flags(tmp_path: Path) -> Callable[..., list[str]]:
+    """Command line of a tiny run of train.py; flags given later override these."""
+    model = make_model_file(tmp_path / "tiny.bin", SMALL_VOCAB)
+    data = make_shard(tmp_path / "train.bin", 2000, SMALL_VOCAB.vocab_size)
+
+    def arguments(**changes):
+        settings = {
+            "model": model,
+            "input_bin": data,
+            "output_dir": tmp_path / "run",
+            "device": "cpu",
+            "batch_size": 2,
+            "sequence_length": 8,
+            "num_iterations": 4,
+        }
+        settings |= changes
+        return [str(part) for name, value in settings.items() for part in (f"--{name}", value)]
+
+    return arguments

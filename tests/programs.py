@@ -31,6 +31,11 @@ def make_shard(path: Path, num_tokens: int, vocab_size: int, seed: int = 1) -> P
     return path
 
 
+def checkpoints(folder: Path) -> list[str]:
+    """The names of what is in a folder."""
+    return sorted(path.name for path in folder.iterdir())
+
+
 def command(program: str, *arguments: object) -> list[str]:
     return [sys.executable, str(ROOT / program), *map(str, arguments)]
 

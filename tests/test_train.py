@@ -1,28 +1,22 @@
 """train.py end to end: what it learns, prints and writes."""
 
 import math
-import os
 import re
 import shlex
 import shutil
-import signal
-import subprocess
 
 import numpy as np
 import pytest
-from programs import FULL_VOCAB, SMALL_VOCAB, command, make_model_file, make_shard, run
+from programs import FULL_VOCAB, SMALL_VOCAB, checkpoints, make_model_file, make_shard, run
 
 import train
-from numbagpt import checkpoint, cli, metrics, sampling
+from numbagpt import checkpoint, cli, metrics
 from numbagpt.checkpoint import read_model
 from numbagpt.config import PRESETS
 from numbagpt.device import HostDevice
-from numbagpt.errors import DataError, UserError
-from numbagpt.loader import Prefetcher
+from numbagpt.errors import UserError
 from numbagpt.memory import MemoryPlan
 from numbagpt.schedule import learning_rate_at
-from numbagpt.shards import write_shard
-from numbagpt.training import Trainer
 
 
 class Reports:
@@ -46,32 +40,6 @@ def reports(monkeypatch):
 
     monkeypatch.setattr(metrics.Progress, "report", record)
     return seen
-
-
-@pytest.fixture
-def flags(tmp_path):
-    """Command line of a tiny run; flags given later override these."""
-    model = make_model_file(tmp_path / "tiny.bin", SMALL_VOCAB)
-    data = make_shard(tmp_path / "train.bin", 2000, SMALL_VOCAB.vocab_size)
-
-    def arguments(**changes):
-        settings = {
-            "model": model,
-            "input_bin": data,
-            "output_dir": tmp_path / "run",
-            "device": "cpu",
-            "batch_size": 2,
-            "sequence_length": 8,
-            "num_iterations": 4,
-        }
-        settings |= changes
-        return [str(part) for name, value in settings.items() for part in (f"--{name}", value)]
-
-    return arguments
-
-
-def checkpoints(folder):
-    return sorted(path.name for path in folder.iterdir())
 
 
 def test_overfitting_one_batch_drives_the_loss_to_zero(flags, reports):
@@ -308,279 +276,11 @@ def test_a_batch_too_large_for_the_memory_names_one_that_fits(flags, monkeypatch
     assert "memory for B=50, T=8" in capsys.readouterr().out
 
 
-def test_weights_that_are_not_finite_stop_the_run(flags, tmp_path):
-    model = make_model_file(tmp_path / "nan.bin", SMALL_VOCAB, scale=math.nan)
-    val = make_shard(tmp_path / "val.bin", 100, SMALL_VOCAB.vocab_size)
-    for changes, what in [
-        ({}, "loss of step 1"),
-        ({"input_val_bin": val}, "validation loss of step 0"),
-    ]:
-        with pytest.raises(UserError) as error:
-            train.main(flags(model=model, **changes))
-        assert str(error.value) == (
-            f"the {what} is nan before anything was learned: the weights in {model} are damaged; "
-            "start from others"
-        )
-    assert not (tmp_path / "run").exists()
-
-
-def test_a_run_that_blows_up_stops_and_names_the_last_checkpoint(flags, tmp_path):
-    # The first step is taken with a tiny learning rate, the second makes the weights overflow.
-    with pytest.raises(UserError) as error:
-        train.main(
-            flags(
-                num_iterations=100,
-                learning_rate=1e38,
-                warmup_iters=10**38,
-                checkpoint_every=1,
-            )
-        )
-    last = checkpoints(tmp_path / "run")[-1]
-    assert re.match(rf"the .* of step \d+ is (nan|inf); .*{last}", str(error.value))
-
-
-def bad_shard(folder):
-    """Tokens of which the third batch of 16 has one that is beyond the vocabulary of 60."""
-    tokens = np.arange(200) % 60
-    tokens[40] = 60
-    write_shard(folder / "bad.bin", tokens)
-    return folder / "bad.bin"
-
-
-def test_a_bad_token_further_on_ends_the_run_when_it_is_reached(flags, tmp_path):
-    data = bad_shard(tmp_path)
-    ended = run("train.py", *flags(input_bin=data), cwd=tmp_path)
-    assert ended.returncode == 1
-    assert ended.stderr == (
-        f"error: {tmp_path}/bad.bin has token id 60 at position 40; expected ids below the model's "
-        "vocabulary of 60; use the tokenizer the model was made for\n"
-    )
-    assert re.findall(r"^step (\d)/4", ended.stdout, re.MULTILINE) == ["1", "2"]
-    last = tmp_path / "run" / "model_00000002.bin"
-    assert ended.stdout.endswith(f"wrote {last}\ninterrupted after step 2\n")
-    # The prefetcher meets it as well in a run of two steps, which does not need it.
-    whole = flags(input_bin=data, num_iterations=2, output_dir=tmp_path / "whole")
-    assert train.main(whole) == 0
-
-
-def test_bad_validation_data_at_the_end_does_not_cost_the_weights(flags, tmp_path, capsys):
-    data = bad_shard(tmp_path)
-    with pytest.raises(DataError, match=r"bad\.bin has token id 60 at position 40;"):
-        train.main(flags(input_val_bin=data, val_loss_every=0))
-    assert capsys.readouterr().out.endswith("interrupted after step 4\n")
-    assert checkpoints(tmp_path / "run") == ["model_00000004.bin"]
-
-
-def test_a_run_whose_output_nobody_reads_keeps_its_weights(flags, tmp_path):
-    arguments = command("train.py", *flags(num_iterations=3000))
-    environment = {"NUMBA_DISABLE_CUDA": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-    with subprocess.Popen(
-        arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ | environment
-    ) as running:
-        while not running.stdout.readline().startswith(b"step    3/3000"):
-            assert running.poll() is None
-        running.stdout.close()
-        assert running.stderr.read() == b"", "there is nobody to tell"
-        assert running.wait() == 1
-    (last,) = checkpoints(tmp_path / "run")
-    assert 3 <= int(last.removeprefix("model_").removesuffix(".bin")) < 3000
-    read_model(tmp_path / "run" / last)
-
-
-def test_a_run_whose_terminal_is_closed_keeps_its_weights(flags, tmp_path):
-    ours, terminal = os.openpty()
-    arguments = command("train.py", *flags(num_iterations=10**6))
-    environment = {"NUMBA_DISABLE_CUDA": "1", "OPENBLAS_NUM_THREADS": "1"}
-    with subprocess.Popen(
-        arguments, stdin=terminal, stdout=terminal, stderr=terminal, env=os.environ | environment
-    ) as running:
-        os.close(terminal)
-        seen = b""
-        while b"step       3/" not in seen:
-            seen += os.read(ours, 1024)
-        os.close(ours)  # from here on writing fails
-        running.send_signal(signal.SIGHUP)
-        running.wait(timeout=60)
-    (last,) = checkpoints(tmp_path / "run")
-    assert int(last.removeprefix("model_").removesuffix(".bin")) >= 3
-    read_model(tmp_path / "run" / last)
-
-
-def test_a_sample_that_fails_at_the_end_does_not_cost_the_weights(flags, tmp_path, monkeypatch):
-    def stream_text(*arguments, **options):
-        yield "so far"
-        raise UserError("the vocabulary is damaged")
-
-    monkeypatch.setattr(sampling, "stream_text", stream_text)
-    with pytest.raises(UserError, match="the vocabulary is damaged"):
-        train.main(flags())
-    assert checkpoints(tmp_path / "run") == ["model_00000004.bin"]
-
-
-def test_an_output_folder_that_was_removed_is_made_again(flags, tmp_path, monkeypatch):
-    step = train.Run.step
-
-    def remove_folder_and_step(run, number):
-        shutil.rmtree(tmp_path / "run", ignore_errors=True)
-        step(run, number)
-
-    monkeypatch.setattr(train.Run, "step", remove_folder_and_step)
-    assert train.main(flags()) == 0
-    assert checkpoints(tmp_path / "run") == ["model_00000004.bin"]
-
-
-def test_bad_validation_data_at_the_start_leaves_nothing(flags, tmp_path):
-    with pytest.raises(DataError, match="token id 60 at position 40"):
-        train.main(flags(input_val_bin=bad_shard(tmp_path)))
-    assert not (tmp_path / "run").exists()
-
-
 def test_the_command_it_prints_works_for_any_folder(flags, tmp_path, capsys):
     model = make_model_file(tmp_path / "full.bin", FULL_VOCAB)
     train.main(flags(model=model, output_dir=tmp_path / "it's a run"))
     *_, checkpoint = shlex.split(capsys.readouterr().out.splitlines()[-1])
     assert checkpoint == str(tmp_path / "it's a run" / "model_00000004.bin")
-
-
-@pytest.mark.parametrize(
-    ("sent", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
-)
-def test_a_stop_signal_finishes_the_step_and_writes_a_checkpoint(flags, tmp_path, sent, status):
-    with subprocess.Popen(
-        command("train.py", *flags(num_iterations=10**6)),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
-        for line in process.stdout:
-            if "step       3/" in line:
-                process.send_signal(sent)
-                break
-        out, err = process.communicate(timeout=60)
-    assert process.returncode == status
-    assert err == f"{train.STOPPING}\n"
-    wrote, interrupted = out.splitlines()[-2:]
-    steps = int(re.fullmatch(r"interrupted after step (\d+)", interrupted)[1])
-    assert steps >= 3
-    assert checkpoints(tmp_path / "run") == [f"model_{steps:08d}.bin"]
-    assert wrote == f"wrote {tmp_path / 'run' / f'model_{steps:08d}.bin'}"
-    _, parameters = read_model(tmp_path / "run" / f"model_{steps:08d}.bin")
-    assert all(np.isfinite(array).all() for array in parameters.values())
-
-
-def ctrl_c():
-    os.kill(os.getpid(), signal.SIGINT)
-
-
-@pytest.fixture
-def at_call(monkeypatch):
-    """Call something before the n-th call of a function."""
-
-    def patch(owner, name, n, first):
-        calls, function = [], getattr(owner, name)
-
-        def patched(*arguments, **options):
-            calls.append(None)
-            if len(calls) == n:
-                first()
-            return function(*arguments, **options)
-
-        monkeypatch.setattr(owner, name, patched)
-
-    return patch
-
-
-def test_ctrl_c_within_a_step_leaves_the_step_out(flags, tmp_path, at_call, capfd):
-    # Three batches a step; Ctrl-C comes before the eighth, the second of the third step.
-    train.main(flags(total_batch_size=48, checkpoint_every=2, output_dir=tmp_path / "whole"))
-    capfd.readouterr()
-    at_call(Prefetcher, "next_batch", 8, ctrl_c)
-    assert train.main(flags(total_batch_size=48)) == 130
-    out, err = capfd.readouterr()
-    assert err == f"{train.STOPPING}\n"
-    written = tmp_path / "run" / "model_00000002.bin"
-    assert out.endswith(f"wrote {written}\ninterrupted after step 2\n")
-    assert len(re.findall(r"^step \d/4", out, re.MULTILINE)) == 2
-    assert checkpoints(tmp_path / "run") == ["model_00000002.bin"]
-    assert written.read_bytes() == (tmp_path / "whole" / "model_00000002.bin").read_bytes()
-
-
-def test_ctrl_c_within_the_first_step_writes_no_checkpoint(flags, tmp_path, at_call, capfd):
-    at_call(Prefetcher, "next_batch", 2, ctrl_c)
-    assert train.main(flags(total_batch_size=16 * 10**6)) == 130
-    out, err = capfd.readouterr()
-    assert err == f"{train.STOPPING}\n"
-    assert out.endswith("interrupted before the first step was done: there is no checkpoint\n")
-    assert not (tmp_path / "run").exists()
-
-
-def test_a_second_ctrl_c_writes_no_checkpoint(flags, tmp_path, at_call, capfd):
-    at_call(Prefetcher, "next_batch", 8, lambda: [ctrl_c(), ctrl_c()])
-    assert cli.run_program(lambda: train.main(flags(total_batch_size=48))) == 130
-    out, err = capfd.readouterr()
-    assert err == f"{train.STOPPING}\ninterrupted\n"
-    assert "wrote" not in out
-    assert not (tmp_path / "run").exists()
-
-
-def test_a_second_signal_of_the_other_kind_ends_the_run_at_once(flags, tmp_path, at_call, capfd):
-    at_call(Prefetcher, "next_batch", 8, lambda: [ctrl_c(), os.kill(os.getpid(), signal.SIGTERM)])
-    assert cli.run_program(lambda: train.main(flags(total_batch_size=48))) == 143
-    assert capfd.readouterr().err == f"{train.STOPPING}\nterminated\n"
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize(("validation", "step"), [(1, 0), (2, 2), (3, 4)])
-def test_ctrl_c_ends_a_validation(flags, tmp_path, at_call, capfd, validation, step):
-    val = make_shard(tmp_path / "val.bin", 2000, SMALL_VOCAB.vocab_size)
-    at_call(Trainer, "evaluate", validation, ctrl_c)
-    settings = flags(input_val_bin=val, val_loss_every=2, num_iterations=4)
-    assert train.main(settings) == 130
-    out, err = capfd.readouterr()
-    assert err == f"{train.STOPPING}\n"
-    assert out.count("validation loss") == validation - 1
-    if step:
-        assert out.endswith(f"interrupted after step {step}\n")
-        assert checkpoints(tmp_path / "run") == [f"model_0000000{step}.bin"]
-
-
-def test_ctrl_c_ends_a_sample(flags, tmp_path, monkeypatch, capfd):
-    def pieces(*_, **__):
-        yield "a piece"
-        ctrl_c()
-        yield "another"
-        pytest.fail("the sample went on")
-
-    monkeypatch.setattr(sampling, "stream_text", pieces)
-    assert train.main(flags(sample_every=3)) == 130
-    assert capfd.readouterr().out.endswith("interrupted after step 3\n")
-    assert checkpoints(tmp_path / "run") == ["model_00000003.bin"]
-
-
-def test_ctrl_c_while_a_checkpoint_is_written_writes_it_once(flags, tmp_path, at_call, capfd):
-    at_call(checkpoint, "write_model", 1, ctrl_c)
-    assert train.main(flags(checkpoint_every=2)) == 130
-    out = capfd.readouterr().out
-    assert out.count("wrote") == 1
-    assert out.endswith("interrupted after step 2\n")
-    assert checkpoints(tmp_path / "run") == ["model_00000002.bin"]
-
-
-def defaults(config, model, on_gpu, **given):
-    names = "sequence_length batch_size total_batch_size num_iterations learning_rate warmup_iters"
-    settings = dict.fromkeys([*names.split(), "input_val_bin"]) | given
-    options = train.argparse.Namespace(model=model, input_bin="data.bin", **settings)
-    train.fill_in_defaults(options, config, on_gpu)
-    return options
-
-
-def test_a_preset_does_not_hide_a_folder_of_its_name(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "gpt2").mkdir()
-    with pytest.raises(UserError, match=r"write \./gpt2 for what is here"):
-        train.find_model("gpt2", 1, ".")
-    assert train.find_model("gpt2-medium", 1, ".")[0] == PRESETS["gpt2-medium"]
-    assert train.find_model("gpt2", 1, str(tmp_path / "gpt2"))[0] == PRESETS["gpt2"]
 
 
 @pytest.mark.parametrize("folder", ["-x", "~x"])
@@ -602,105 +302,6 @@ def test_a_run_may_be_called_like_its_preset(tmp_path, monkeypatch):
         arguments.append("--overwrite")
         assert train.main(arguments) == 0
     assert checkpoints(tmp_path / "nano") == ["model_00000001.bin", "model_00000002.bin"]
-
-
-def test_defaults_fit_model_and_device():
-    gpu = defaults(PRESETS["d12"], "d12", True)
-    assert (gpu.batch_size, gpu.sequence_length, gpu.total_batch_size) == (4, 1024, 4096)
-    nano = defaults(PRESETS["nano"], "nano", True)
-    assert (nano.batch_size, nano.sequence_length) == (64, 64)
-    cpu = defaults(PRESETS["nano"], "nano", False, num_iterations=40)
-    assert (cpu.batch_size, cpu.sequence_length, cpu.warmup_iters) == (8, 64, 8)
-    assert cpu.input_val_bin is None
-    assert defaults(PRESETS["d12"], "d12", True, num_iterations=20_000).warmup_iters == 700
-
-
-def test_given_flags_are_kept_and_the_others_follow():
-    options = defaults(PRESETS["d12"], "d12", True, sequence_length=37, warmup_iters=0)
-    assert (options.sequence_length, options.batch_size) == (37, 110)
-    assert (options.total_batch_size, options.warmup_iters) == (4070, 0)
-
-
-@pytest.mark.parametrize(
-    ("total", "nearest"),
-    [
-        (1, "512"),
-        (511, "512"),
-        (513, "512 or 1024"),
-        (1535, "1024 or 1536"),
-    ],
-)
-def test_total_batch_size_proposes_the_nearest(total, nearest):
-    with pytest.raises(UserError, match=rf"{total} is no multiple .* = 512; use {nearest}$"):
-        train.count_batches(total, 8, 64)
-
-
-def test_total_batch_size_gives_the_accumulation_steps():
-    assert train.count_batches(512 * 3, 8, 64) == 3
-    options = defaults(PRESETS["d12"], "d12", True, total_batch_size=2**19)
-    assert options.accumulation_steps == 128
-
-
-BAD_FLAGS = {
-    "--batch_size": ["0", "-1", "x", "1.5", "nan"],
-    "--learning_rate": ["0", "-1e-3", "nan", "inf", "fast"],
-    "--learning_rate_decay_frac": ["1.1", "-0.1"],
-    "--weight_decay": ["-1", "nan"],
-    "--beta2": ["1", "-0.5"],
-    "--eps": ["0", "1e-300", "1e39", "inf"],  # 0 and infinity as a float32
-    "--grad_clip": ["1e-46", "1e39", "-1", "nan"],
-    "--seed": ["-1", "1.5"],
-    "--warmup_iters": ["1" + 400 * "0"],  # beyond the floats
-    "--input_bin": [""],  # as of an unset shell variable
-    "--output_dir": [""],
-    "--device": ["gpu"],
-    "--precision": ["fp16"],
-    "--batch": ["4"],  # an abbreviation
-}
-
-
-@pytest.mark.parametrize(
-    ("flag", "value"), [(flag, value) for flag, values in BAD_FLAGS.items() for value in values]
-)
-def test_a_flag_that_makes_no_sense_is_one_line(flag, value, capsys):
-    with pytest.raises(SystemExit) as exit_:
-        train.main([flag, value])
-    assert exit_.value.code == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert re.fullmatch(rf"error: .*{re.escape(flag)}.*\n", err)
-
-
-def test_settings_at_their_limits_are_taken():
-    for text, value in [("0", 0), ("1e-30", 1e-30), ("1e30", 1e30)]:
-        assert train.parse_arguments(["--grad_clip", text]).grad_clip == value
-        assert np.float32(value) == pytest.approx(value, rel=1e-6)
-    for text, value in [("1e-30", 1e-30), ("1e30", 1e30)]:
-        assert train.parse_arguments(["--eps", text]).eps == value
-
-
-def test_a_limit_that_leaves_zero_out_says_so(capsys):
-    with pytest.raises(SystemExit):
-        train.main(["--grad_clip", "1e-46"])
-    assert capsys.readouterr().err == (
-        "error: argument --grad_clip: '1e-46' is not a number from 1e-30 to 1e+30, or 0 (--help "
-        "lists the flags)\n"
-    )
-
-
-def test_help_states_every_flag_and_its_default(capsys):
-    with pytest.raises(SystemExit) as exit_:
-        train.main(["--help"])
-    assert exit_.value.code == 0
-    text = capsys.readouterr().out
-    listed = re.findall(r"^  (--\w+)", text, re.MULTILINE)
-    names = "input_bin input_val_bin output_dir model batch_size sequence_length total_batch_size"
-    names += " num_iterations learning_rate warmup_iters learning_rate_decay_frac weight_decay"
-    names += " grad_clip val_loss_every val_max_steps sample_every overfit_single_batch device"
-    names += " precision attention graph recompute nvtx seed beta1 beta2 eps checkpoint_every"
-    names += " overwrite"
-    assert sorted(listed) == sorted(f"--{name}" for name in names.split())
-    assert text.count("(default:") >= len(listed) - 3  # all but the switches
 
 
 @pytest.mark.slow
