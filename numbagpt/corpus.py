@@ -22,7 +22,7 @@ import numpy as np
 
 from numbagpt.cache import cache_dir
 from numbagpt.errors import UserError
-from numbagpt.shards import read_shard, write_shard
+from numbagpt.shards import count_tokens, write_shard
 from numbagpt.tokenizer import END_OF_TEXT, encode_array
 
 # One document in this many is for validation.
@@ -62,7 +62,7 @@ def default_corpus() -> tuple[Path, Path]:
     paths = folder / "train.bin", folder / "val.bin"
     try:
         for path in paths:
-            read_shard(path)
+            count_tokens(path)
     except UserError:
         _make(library, *paths)
     return paths

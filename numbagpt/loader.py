@@ -17,7 +17,7 @@ import numpy as np
 
 from numbagpt.errors import DataError, UserError
 from numbagpt.files import shell_path
-from numbagpt.shards import check_vocabulary, count_tokens, read_tokens
+from numbagpt.shards import check_unchanged, check_vocabulary, count_tokens, read_tokens
 
 
 def find_shards(pattern: str) -> list[str]:
@@ -94,11 +94,8 @@ class TokenLoader:
         while self._offset + step + 1 > self._lengths[self._shard]:
             self._shard, self._offset = (self._shard + 1) % len(self.paths), 0
         path, length = self.paths[self._shard], self._lengths[self._shard]
-        if self._offset == 0 and (found := count_tokens(path)) != length:
-            raise UserError(
-                f"{path} has {found:,} tokens; it had {length:,} when it was first looked at; "
-                "leave the shards of a run alone until it ends"
-            )
+        if self._offset == 0:
+            check_unchanged(path, length)
         window = read_tokens(path, self._offset, step + 1)
         check_vocabulary(window, self._vocab_size, path, self._offset)
         self._offset += step

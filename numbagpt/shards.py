@@ -3,8 +3,9 @@
     bytes 0 … 1023   256 int32: magic 20240520, version 1, number of tokens, then zeros
     bytes 1024 …     the tokens, uint16
 
-All little-endian. A data set is one shard or many; a shard is mapped into memory, not read, so
-its size does not matter.
+All little-endian. A data set is one shard or many. Of a shard only the tokens that are asked for
+are read, so its size does not matter. It is not mapped into memory: what is missing from a mapped
+file that was cut short meanwhile ends the process.
 """
 
 import codecs
@@ -25,6 +26,7 @@ TOKEN = np.dtype("<u2")
 MAX_TOKENS = 2**31 - 1
 
 _MAKE = "make shards from text with: python -m numbagpt.data INPUT --output_dir DIR"
+_LEAVE_ALONE = "leave the shards of a run alone until it ends"
 
 
 def write_header(file: BinaryIO, num_tokens: int) -> None:
@@ -85,27 +87,26 @@ def count_tokens(path: str | os.PathLike) -> int:
     return held
 
 
-def read_shard(path: str | os.PathLike) -> np.memmap:
-    """Map the tokens of a shard, (n,) uint16 with n ≥ 1, read-only; the file stays open with it.
-
-    Raises UserError if the file cannot be read, is not a shard, or is not whole.
-    """
-    shape = (count_tokens(path),)
-    return np.memmap(path, TOKEN, mode="r", offset=HEADER_BYTES, shape=shape)
+def check_unchanged(path: str | os.PathLike, num_tokens: int) -> None:
+    """Raise UserError unless the shard still has `num_tokens`, which count_tokens once said."""
+    if (found := count_tokens(path)) != num_tokens:
+        raise UserError(
+            f"{path} has {found:,} tokens; it had {num_tokens:,} when it was first looked at; "
+            f"{_LEAVE_ALONE}"
+        )
 
 
 def read_tokens(path: str | os.PathLike, start: int, count: int) -> np.ndarray:
     """`count` tokens of a shard from its token `start` on, (count,) uint16.
 
-    They are read, not mapped: what is missing from a mapped file that was cut short meanwhile ends
-    the process. Raises UserError if the file cannot be read or ends too early.
+    They are known to be there. Raises UserError if the file cannot be read or ends too early.
     """
     with explained(f"cannot read {path}"):
         tokens = np.fromfile(path, TOKEN, count, offset=HEADER_BYTES + TOKEN.itemsize * start)
     if tokens.size != count:
         raise UserError(
             f"{path} ends at token {start + tokens.size:,}; it was longer when it was first looked "
-            "at; leave the shards of a run alone until it ends"
+            f"at; {_LEAVE_ALONE}"
         )
     return tokens
 

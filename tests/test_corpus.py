@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from shard_files import read_shard
 
 from numbagpt import corpus
 from numbagpt.errors import UserError
-from numbagpt.shards import read_shard
 from numbagpt.tokenizer import END_OF_TEXT, decode
 
 MODULE = '''

@@ -17,11 +17,11 @@ import urllib.request
 
 import numpy as np
 import pytest
+from shard_files import read_shard
 
 from numbagpt import data, documents, tinyshakespeare
 from numbagpt.cli import run_program
 from numbagpt.loader import find_shards
-from numbagpt.shards import read_shard
 from numbagpt.tokenizer import decode, encode
 
 EOT = 50256

@@ -5,7 +5,7 @@ import pytest
 
 from numbagpt.checkpoint import read_model
 from numbagpt.errors import UserError
-from numbagpt.shards import read_shard
+from numbagpt.shards import count_tokens
 
 
 @pytest.mark.parametrize(
@@ -30,6 +30,6 @@ def test_the_file_of_each_magic(tmp_path, magic, what):
         assert str(error.value) == f"{path} is {what}; expected a model .bin, magic 20240326"
     if magic != 20240520:
         with pytest.raises(UserError) as error:
-            read_shard(path)
+            count_tokens(path)
         expected = f"{path} is not a token shard: it is {what}; expected magic 20240520; make"
         assert str(error.value).startswith(expected)

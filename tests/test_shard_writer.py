@@ -6,11 +6,11 @@ import os
 
 import numpy as np
 import pytest
+from shard_files import read_shard
 
 from numbagpt import shard_writer
 from numbagpt.errors import UserError
 from numbagpt.shard_writer import open_shards
-from numbagpt.shards import read_shard
 
 
 def tree(folder):

@@ -6,9 +6,16 @@ import struct
 
 import numpy as np
 import pytest
+from shard_files import read_shard
 
 from numbagpt.errors import UserError
-from numbagpt.shards import check_vocabulary, count_tokens, read_shard, write_shard
+from numbagpt.shards import (
+    check_unchanged,
+    check_vocabulary,
+    count_tokens,
+    read_tokens,
+    write_shard,
+)
 
 MAGIC = 20240520
 
@@ -18,9 +25,9 @@ def header(*numbers):
 
 
 def refusal(path):
-    """What read_shard says about a file: one line that names it."""
+    """What count_tokens says about a file: one line that names it."""
     with pytest.raises(UserError) as error:
-        read_shard(path)
+        count_tokens(path)
     message = str(error.value)
     assert str(path) in message
     assert "\n" not in message
@@ -42,10 +49,29 @@ def test_round_trip(tmp_path, dtype, count):
     write_shard(tmp_path / "a.bin", tokens)
     assert count_tokens(tmp_path / "a.bin") == count
     read = read_shard(tmp_path / "a.bin")
-    assert isinstance(read, np.memmap)
     assert read.dtype == np.uint16
     np.testing.assert_array_equal(read, tokens)
-    assert not read.flags.writeable
+
+
+@pytest.mark.parametrize(("start", "count"), [(0, 1), (3, 4), (9, 1), (10, 0)])
+def test_a_part_of_a_shard(tmp_path, start, count):
+    write_shard(tmp_path / "a.bin", np.arange(10) ** 4)
+    expected = [i**4 for i in range(start, start + count)]
+    assert read_tokens(tmp_path / "a.bin", start, count).tolist() == expected
+
+
+def test_a_shard_that_was_changed_since_it_was_counted(tmp_path):
+    path = tmp_path / "a.bin"
+    write_shard(path, np.arange(10))
+    check_unchanged(path, 10)
+    advice = "when it was first looked at; leave the shards of a run alone until it ends"
+    write_shard(path, np.arange(8))
+    with pytest.raises(UserError) as error:
+        check_unchanged(path, 10)
+    assert str(error.value) == f"{path} has 8 tokens; it had 10 {advice}"
+    with pytest.raises(UserError) as error:
+        read_tokens(path, 4, 6)
+    assert str(error.value) == f"{path} ends at token 8; it was longer {advice}"
 
 
 def test_strided_tokens_are_written_in_order(tmp_path):
