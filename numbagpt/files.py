@@ -126,6 +126,34 @@ def output_folder(path: str | os.PathLike) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def locked(folder: str | os.PathLike, what: str) -> Iterator[None]:
+    """Keep a folder, which exists, to this program for the block.
+
+    what   who else might hold it, as the beginning of the error
+
+    The folder itself is locked, no file in it, and by the kernel, which lets go when the process
+    ends, however it ends. It stops only those who ask for the lock as well. Where there are no such
+    locks, as on Windows and some network file systems, nobody is stopped.
+
+    Raises UserError if somebody else holds it.
+    """
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(ImportError, OSError):
+            import fcntl
+
+            descriptor = os.open(folder, os.O_RDONLY)  # child processes do not inherit it
+            stack.callback(os.close, descriptor)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise UserError(
+                    f"{what} is going on in folder {folder}; expected one at a time; wait for its "
+                    "end or name another folder"
+                ) from error
+        yield
+
+
+@contextlib.contextmanager
 def explained(what: str) -> Iterator[None]:
     """Turn the operating system's refusals into one line: `what`, then the system's reason.
 

@@ -21,6 +21,7 @@ from numbagpt.files import (
     check_writable_file,
     check_writable_folder,
     file_size,
+    locked,
     no_empty_folders,
     read_bytes,
     read_floats,
@@ -371,3 +372,54 @@ def test_a_path_in_a_command_is_one_argument_and_that_path(tmp_path, name):
     argument = printed.stdout.removesuffix("\n")
     assert os.path.normpath(argument) == os.path.normpath(name)
     assert argument[0] not in "-~"
+
+
+# Holds the lock of a folder until it is killed.
+HOLDER = """
+import sys, time
+from numbagpt.files import locked
+with locked(sys.argv[1], "a run"):
+    print("locked", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_a_folder_is_locked_for_one_at_a_time(tmp_path):
+    with locked(tmp_path, "a run"):
+        with pytest.raises(UserError) as error, locked(tmp_path, "another run"):
+            pytest.fail("two hold it")
+        assert one_line(error) == (
+            f"another run is going on in folder {tmp_path}; expected one at a time; wait for its "
+            "end or name another folder"
+        )
+    with pytest.raises(ValueError, match="of the block"), locked(tmp_path, "a run"):
+        raise ValueError("of the block")
+    with locked(tmp_path, "a run"):
+        assert names(tmp_path) == []
+
+
+def test_a_lock_does_not_outlive_a_process_that_is_killed(tmp_path):
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDER, tmp_path],
+        stdout=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": str(Path(files.__file__).parents[1])},
+    ) as holder:
+        assert holder.stdout.readline() == b"locked\n"
+        with pytest.raises(UserError, match="a run is going on"), locked(tmp_path, "a run"):
+            pytest.fail("two hold it")
+        holder.kill()
+    with locked(tmp_path, "a run"):
+        pass
+
+
+@pytest.mark.parametrize("refusal", [errno.ENOLCK, errno.EBADF, errno.EOPNOTSUPP, errno.EACCES])
+def test_where_there_are_no_locks_nobody_is_stopped(tmp_path, monkeypatch, refusal):
+    def flock(descriptor, operation):
+        raise OSError(refusal, os.strerror(refusal))
+
+    fcntl = pytest.importorskip("fcntl")
+    monkeypatch.setattr(fcntl, "flock", flock)
+    before = len(os.listdir("/dev/fd"))
+    with locked(tmp_path, "a run"), locked(tmp_path, "a run"):
+        pass
+    assert len(os.listdir("/dev/fd")) == before

@@ -190,6 +190,26 @@ def test_checkpoints_of_an_earlier_run_are_kept(flags, tmp_path, reports, capsys
     assert written.read_bytes() != before
 
 
+def test_a_folder_takes_one_run_at_a_time(flags, tmp_path, monkeypatch, capsys):
+    first, second = [], []
+
+    def step(run, number):
+        if not second:
+            second.append(cli.run_program(lambda: train.main([*flags(), "--overwrite"])))
+        first.append(number)
+
+    whole_step = train.Run.step
+    monkeypatch.setattr(train.Run, "step", lambda *a: [step(*a), whole_step(*a)])
+    assert train.main(flags()) == 0
+    assert (first, second) == ([0, 1, 2, 3], [1])
+    assert capsys.readouterr().err == (
+        f"error: another run is going on in folder {tmp_path / 'run'}; expected one at a time; "
+        "wait for its end or name another folder\n"
+    )
+    assert checkpoints(tmp_path / "run") == ["model_00000004.bin"]
+    assert train.main([*flags(), "--overwrite"]) == 0
+
+
 @pytest.mark.parametrize("overwrite", [[], ["--overwrite"]])
 def test_a_hugging_face_folder_takes_no_checkpoints(flags, tmp_path, reports, overwrite):
     """They would be there, and load_model would go on taking the old weights."""
