@@ -64,7 +64,7 @@ class TokenLoader:
         self.num_tokens = sum(self._lengths)
         self.num_batches = sum((length - 1) // (B * T) for length in self._lengths)
         if self.num_batches == 0:
-            raise UserError(self._too_short())
+            raise UserError(self._too_short(pattern))
         self._vocab_size = vocab_size
         self.reset()
         self.next_batch()
@@ -101,13 +101,15 @@ class TokenLoader:
         self._offset += step
         return window
 
-    def _too_short(self) -> str:
-        longest = max(self._lengths)
-        where = (
-            self.paths[0] if len(self.paths) == 1 else f"the longest of {len(self.paths)} shards"
-        )
+    def _too_short(self, pattern: str) -> str:
+        longest, where = max(self._lengths), self.paths[0]
+        if len(self.paths) > 1:
+            where = f"the longest of the {len(self.paths)} shards '{pattern}'"
         if longest > self.T:
-            fix = f"the largest batch size that fits is {(longest - 1) // self.T}"
+            fix = (
+                f"the largest batch size that fits is {(longest - 1) // self.T}; for more tokens a "
+                "step use --total_batch_size, or longer shards"
+            )
         elif longest > 1:
             fix = f"the largest sequence length that fits is {longest - 1}, with batch size 1"
         else:

@@ -102,16 +102,26 @@ def summary(
     """What is going to happen, for people to check before it takes hours."""
     o, c, B, T = options, config, options.batch_size, options.sequence_length
     weights = f"weights from {source}" if source else "random weights"
-    epochs = o.num_iterations * o.total_batch_size / loader.num_tokens
-    validation = f"{o.input_val_bin}: {val_loader.num_tokens:,} tokens" if val_loader else "none"
+    # what is too short for a batch, or left over by one, is never read
+    epochs = f"{o.num_iterations * o.accumulation_steps / loader.num_batches:.2f} epochs"
+    if o.overfit_single_batch:
+        epochs = "all on the first batch"
+    validation = "none"
+    if val_loader:
+        used = min(o.val_max_steps, val_loader.num_batches)
+        validation = (
+            f"{o.input_val_bin}: {val_loader.num_tokens:,} tokens, {used:,} of "
+            f"{val_loader.num_batches:,} batches"
+        )
     return f"""\
 device      {processor}, {o.precision}, {plan.attention} attention
 model       {o.model}: L={c.num_layers} NH={c.num_heads} C={c.channels} V={c.vocab_size}, \
 {num_parameters(c) / 1e6:,.1f}M parameters, {weights}
-data        {o.input_bin}: {loader.num_tokens:,} tokens, {len(loader.paths)} shard(s)
+data        {o.input_bin}: {loader.num_tokens:,} tokens, {len(loader.paths)} shard(s), \
+{loader.num_batches:,} batches
 validation  {validation}
 batch       B={B} x T={T} x {o.accumulation_steps} = {o.total_batch_size:,} tokens a step
-steps       {o.num_iterations:,}, {epochs:.2f} epochs
+steps       {o.num_iterations:,}, {epochs}
 AdamW       learning rate {o.learning_rate:g}, warm-up {o.warmup_iters} steps, then down to \
 {o.learning_rate * o.learning_rate_decay_frac:g}; weight decay {o.weight_decay:g}
 seed        {o.seed}

@@ -272,6 +272,27 @@ def test_the_summary_says_where_the_weights_come_from(flags, tmp_path, monkeypat
         assert line == (f"model       {model}: L=1 NH=2 C=8 V=60, 0.0M parameters, {weights}")
 
 
+def test_the_summary_counts_what_is_read(flags, tmp_path, capsys):
+    """Of the shards those that have whole batches of 16 tokens: 62 and 3 of them."""
+    for name, count in [("a0", 1000), ("a1", 16), ("a2", 63), ("val", 100)]:
+        make_shard(tmp_path / f"{name}.bin", count, SMALL_VOCAB.vocab_size)
+    pattern, val = tmp_path / "a?.bin", tmp_path / "val.bin"
+    settings = flags(
+        input_bin=pattern,
+        input_val_bin=val,
+        total_batch_size=32,
+        num_iterations=13,
+        val_max_steps=4,
+    )
+    train.main(settings)
+    out = capsys.readouterr().out
+    assert f"\ndata        {pattern}: 1,079 tokens, 3 shard(s), 65 batches\n" in out
+    assert f"\nvalidation  {val}: 100 tokens, 4 of 6 batches\n" in out
+    assert "\nsteps       13, 0.40 epochs\n" in out
+    train.main([*settings, "--overfit_single_batch", "--overwrite"])
+    assert "\nsteps       13, all on the first batch\n" in capsys.readouterr().out
+
+
 def test_a_sample_in_between_does_not_change_the_run(flags, reports, tmp_path):
     model = make_model_file(tmp_path / "full.bin", FULL_VOCAB)
     train.main(flags(model=model, sample_every=0))
