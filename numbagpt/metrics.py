@@ -128,6 +128,7 @@ class Progress:
     last_checkpoint    what was written last, for the message of a run that is stopped
 
     The time of a step runs from the result before it to its own: what the host waits for counts.
+    The time left allows for what is done between the steps, as much as there was for each so far.
     """
 
     def __init__(
@@ -144,11 +145,15 @@ class Progress:
         self._tokens, self._flops, self._peak = tokens_per_step, flops_per_token, peak
         self._source = source
         self._average: float | None = None
-        self.restart_clock()
+        self._between_steps = 0.0
+        self._clock = time.perf_counter()
 
     def restart_clock(self) -> None:
-        """Leave out the time since the last result: it went into something other than a step."""
-        self._clock = time.perf_counter()
+        """Leave the time since the last result out of the next step's: something else took it."""
+        now = time.perf_counter()
+        if self.steps:
+            self._between_steps += now - self._clock
+        self._clock = now
 
     def report(self, loss: float, grad_norm: float, learning_rate: float) -> None:
         """Print the next step's line. Raises UserError if loss or norm is not finite."""
@@ -170,8 +175,8 @@ class Progress:
         if self.steps > 1:
             past = seconds if self._average is None else self._average
             self._average = 0.9 * past + 0.1 * seconds
-            left = (self._num_iterations - self.steps) * self._average
-            parts.append(f"{format_duration(left)} left")
+            for_each = self._average + self._between_steps / self.steps
+            parts.append(f"{format_duration((self._num_iterations - self.steps) * for_each)} left")
         print(" | ".join(parts))
 
     def check_finite(self, name: str, value: float, updates: int) -> None:

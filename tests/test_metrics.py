@@ -108,13 +108,15 @@ def clock(monkeypatch):
 
 def test_progress_prints_rates_and_the_time_left(clock, capsys):
     progress = Progress(100, tokens_per_step=1000, flops_per_token=2_000_000, peak=1e12)
-    clock.now = 30.0
+    clock.now = 5.0
+    progress.restart_clock()  # what comes before the first step comes once
+    clock.now = 35.0
     progress.report(10.82564, 1.5, 2e-4)
-    clock.now = 30.1
+    clock.now = 35.1
     progress.report(9.5, 0.12345, 4e-4)
-    clock.now = 50.0
-    progress.restart_clock()  # twenty seconds went into something else
-    clock.now = 50.2
+    clock.now = 38.1
+    progress.restart_clock()  # three seconds went into something else
+    clock.now = 38.3
     progress.report(9.25, 12.0, 6e-4)
     assert capsys.readouterr().out.splitlines() == [
         "step   1/100 | loss 10.8256 | norm 1.500 | lr 2.00e-04 | 30000.0 ms | 33 tok/s | MFU 0.0%",
@@ -122,7 +124,8 @@ def test_progress_prints_rates_and_the_time_left(clock, capsys):
         "step   2/100 | loss 9.5000 | norm 0.123 | lr 4.00e-04"
         " | 100.0 ms | 10,000 tok/s | MFU 2.0% | 10s left",
         "step   3/100 | loss 9.2500 | norm 12.000 | lr 6.00e-04"
-        " | 200.0 ms | 5,000 tok/s | MFU 1.0% | 11s left",
+        # 97 steps of 0.11 s, and a second between any two
+        " | 200.0 ms | 5,000 tok/s | MFU 1.0% | 1m48s left",
     ]
 
 
