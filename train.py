@@ -22,6 +22,8 @@ from numbagpt.schedule import learning_rate_at
 # NumPy and what loads Numba are imported in main or where they are used: that takes a second, for
 # which --help and a mistyped flag should not have to wait.
 if TYPE_CHECKING:
+    import numpy as np
+
     from numbagpt.loader import Prefetcher, TokenLoader
     from numbagpt.training import Trainer
 
@@ -142,12 +144,12 @@ class Run:
 
     def step(self, step: int) -> None:
         """Queue one optimizer step."""
-        count = self.options.accumulation_steps
-        if self.only_batch is None:
-            batches = (self.batches.next_batch() for _ in range(count))
-        else:
-            batches = [self.only_batch] * count
+        batches = (self.next_batch() for _ in range(self.options.accumulation_steps))
         self.trainer.step(self.interrupt.watch(batches), self.learning_rate(step))
+
+    def next_batch(self) -> "np.ndarray":
+        """The next packed batch: that of the data, or again the one to overfit."""
+        return self.batches.next_batch() if self.only_batch is None else self.only_batch
 
     def report(self, in_flight: int = 0) -> None:
         """Print a line for each step that was not yet, but for the last `in_flight`."""

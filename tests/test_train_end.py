@@ -210,9 +210,12 @@ def test_ctrl_c_within_a_step_leaves_the_step_out(flags, tmp_path, at_call, capf
     assert written.read_bytes() == (tmp_path / "whole" / "model_00000002.bin").read_bytes()
 
 
-def test_ctrl_c_within_the_first_step_writes_no_checkpoint(flags, tmp_path, at_call, capfd):
-    at_call(Prefetcher, "next_batch", 2, ctrl_c)
-    assert train.main(flags(total_batch_size=16 * 10**6)) == 130
+@pytest.mark.parametrize("overfit", [[], ["--overfit_single_batch"]])
+def test_ctrl_c_within_the_first_step_writes_no_checkpoint(
+    flags, tmp_path, at_call, capfd, overfit
+):
+    at_call(train.Run, "next_batch", 2, ctrl_c)
+    assert train.main([*flags(total_batch_size=16 * 10**30), *overfit]) == 130
     out, err = capfd.readouterr()
     assert err == f"{train.STOPPING}\n"
     assert out.endswith("interrupted before the first step was done: there is no checkpoint\n")
