@@ -150,13 +150,13 @@ def check_checkpoints(
 ) -> None:
     """Prove that a run can write its checkpoints up to `last_step` to the folder, which exists.
 
-    overwrite   replace an earlier run's of the same steps, instead of refusing a folder with any:
-                a higher step that is there would go on being what the folder stands for
+    overwrite   replace an earlier run's of the same steps, instead of refusing a folder with any
 
     Called before any work, so that a run does not fail at its first checkpoint an hour later.
-    Raises UserError where the folder is Hugging Face's, where it has checkpoints that are to stay,
-    where what has the name of one cannot be replaced by a file, such as a folder or a link that
-    leads nowhere, and where the disk has no room for one.
+    Raises UserError where the folder is Hugging Face's, where it has checkpoints that are to stay
+    or one of a later step, which would go on being what the folder stands for, where what has the
+    name of one cannot be replaced by a file, such as a folder or a link that leads nowhere, and
+    where the disk has no room for one.
     """
     config_path = Path(folder, huggingface.CONFIG)
     if config_path.exists():
@@ -168,10 +168,17 @@ def check_checkpoints(
     for path, step in steps.items():
         if step <= last_step and (path.is_symlink() or not path.is_file()):
             check_writable_file(path)
-    if steps and not overwrite:
+    last = max(steps, key=steps.get, default=None)
+    if last and steps[last] > last_step:
         raise UserError(
-            f"{max(steps, key=steps.get)} is there already; expected no checkpoints of an earlier "
-            "run; choose another folder with --output_dir, or replace them with --overwrite"
+            f"{last} is there already, of a later step than the run's last, {last_step}: it would "
+            "be taken in place of the run's checkpoints; choose another folder with --output_dir, "
+            "or remove it"
+        )
+    if last and not overwrite:
+        raise UserError(
+            f"{last} is there already; expected no checkpoints of an earlier run; choose another "
+            "folder with --output_dir, or replace them with --overwrite"
         )
     check_room(folder, "a checkpoint", _model_bytes(parameter_shapes(config), "float32"))
 

@@ -112,8 +112,15 @@ def output_folder_not_writable(files):
 
 def output_folder_has_a_checkpoint(files):
     (files / "run").mkdir()
+    (files / "run" / "model_00000002.bin").write_bytes(b"")
+    return ["--output_dir", "run"], ["run/model_00000002.bin is there", "--overwrite"]
+
+
+def output_folder_has_a_later_checkpoint(files):
+    (files / "run").mkdir()
     (files / "run" / "model_00000009.bin").write_bytes(b"")
-    return ["--output_dir", "run"], ["run/model_00000009.bin is there", "--overwrite"]
+    flags = ["--output_dir", "run", "--overwrite"]
+    return flags, ["run/model_00000009.bin is there", "run's last, 2", "remove it"]
 
 
 def checkpoint_name_is_a_folder(files):
@@ -145,6 +152,7 @@ CASES = [
     output_folder_is_a_file,
     output_folder_not_writable,
     output_folder_has_a_checkpoint,
+    output_folder_has_a_later_checkpoint,
     checkpoint_name_is_a_folder,
     failure_with_a_deep_output_folder,
 ]

@@ -237,11 +237,10 @@ def test_what_is_not_a_model(tmp_path):
 
 
 def test_checkpoints_that_can_be_written(tmp_path):
-    """Over older ones, through a link, beside what has the name of a later one or none at all."""
+    """Over older ones, through a link, beside what has the name of none at all."""
     (tmp_path / "disk").mkdir()
     (tmp_path / "model_00000001.bin").write_bytes(b"old")
     (tmp_path / "model_00000002.bin").symlink_to("disk/model.bin")
-    (tmp_path / "model_00000004.bin").mkdir()
     (tmp_path / "model_last.bin").mkdir()
     before = sorted(tmp_path.rglob("*"))
     check_checkpoints(tmp_path, CONFIG, 3, overwrite=True)
@@ -265,15 +264,29 @@ def test_checkpoints_that_cannot_be_written(tmp_path, make, message):
         check_checkpoints(tmp_path, CONFIG, 3)
 
 
-@pytest.mark.parametrize("step", [1, 3, 4, 100_000_000])
+@pytest.mark.parametrize("step", [1, 3])
 def test_checkpoints_that_are_to_stay(tmp_path, step):
-    """Those of later steps would hide the run's from who names the folder."""
     path = tmp_path / f"model_{step:08d}.bin"
     for name in (path.name, "model_00000000.bin"):
         (tmp_path / name).write_bytes(b"old")
     with pytest.raises(UserError, match=f"^{path} is there already; .* with --overwrite$"):
         check_checkpoints(tmp_path, CONFIG, 3)
     check_checkpoints(tmp_path, CONFIG, 3, overwrite=True)
+    assert path.read_bytes() == b"old"
+
+
+@pytest.mark.parametrize("step", [4, 100_000_000])
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_checkpoint_of_a_later_step_would_hide_the_runs(tmp_path, step, overwrite):
+    path = tmp_path / f"model_{step:08d}.bin"
+    for name in (path.name, "model_00000003.bin"):
+        (tmp_path / name).write_bytes(b"old")
+    with pytest.raises(UserError) as error:
+        check_checkpoints(tmp_path, CONFIG, 3, overwrite)
+    assert str(error.value) == (
+        f"{path} is there already, of a later step than the run's last, 3: it would be taken in "
+        "place of the run's checkpoints; choose another folder with --output_dir, or remove it"
+    )
     assert path.read_bytes() == b"old"
 
 
