@@ -3,12 +3,14 @@
 A kernel knows addresses and a few sizes. It would read and write outside an array that is smaller
 than those sizes say, and a GPU answers a vector that does not start on its own boundary with an
 error that ends the process. So each launcher first compares its arrays with one another: a few
-integers, next to nothing beside the launch. Their types are compared by the launch itself.
+integers, next to nothing beside the launch. That their types go together is compared by the launch
+itself.
 """
 
 import numpy as np
 
 VECTOR_BYTES = 16
+STORED = "fH"  # NumPy's characters for float32, and for uint16, which holds bf16
 
 
 def check_sizes(operation: str, **arrays: tuple[object, int]) -> None:
@@ -34,9 +36,15 @@ def check_vectors(operation: str, row: int, **arrays: object) -> None:
     """Raise ValueError unless the arrays can be accessed 16 bytes at a time.
 
     Each has to start on a 16-byte boundary, and its rows of `row` elements, too; where a kernel
-    takes single elements at the end, row is 0.
+    takes single elements at the end, row is 0. TypeError unless they hold float32 or bf16, as
+    NumPy's float64 does not.
     """
     for name, array in arrays.items():
+        if array.dtype.char not in STORED:
+            raise TypeError(
+                f"{operation}: {name} is an array of {array.dtype}; expected float32, or uint16, "
+                "which holds bf16"
+            )
         width = VECTOR_BYTES // array.dtype.itemsize
         if row % width:
             raise ValueError(

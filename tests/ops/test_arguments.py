@@ -248,6 +248,16 @@ def test_the_last_elements_are_neither_left_out_nor_overrun(launcher, n):
     assert f"out has rows of {n} elements of float32" in refusal(launcher, arrays)
 
 
+@pytest.mark.parametrize("dtype", [np.float64, np.float16, np.int32])
+@pytest.mark.parametrize(("launcher", "name"), ADDRESSES)
+def test_an_array_of_another_type_is_refused(launcher, name, dtype):
+    arrays = arrays_of(launcher, 16)
+    arrays[name] = arrays[name].astype(dtype)
+    expected = f"is an array of {np.dtype(dtype)}; expected float32, or uint16, which holds bf16"
+    with pytest.raises(TypeError, match=rf"^{launcher.__name__}: \w+ {expected}$"):
+        launcher(*arrays.values(), *SCALARS.get(launcher, ()))
+
+
 @pytest.mark.gpu
 def test_device_arrays_are_checked_alike():
     from numba import cuda
