@@ -9,6 +9,7 @@ if __name__ == "__main__":  # before the imports, so that Ctrl-C is answered whi
 
 import argparse
 import importlib.util
+import sys
 
 import numpy as np
 
@@ -20,6 +21,22 @@ from numbagpt.errors import UserError
 from numbagpt.gpu import blas, runtime
 from numbagpt.modes import ATTENTIONS, PRECISIONS
 from numbagpt.state import best_precision
+
+
+def has_pytorch() -> bool:
+    """Whether PyTorch is installed and finds the GPU; a line on stderr if it is and does not."""
+    if importlib.util.find_spec("torch") is None:
+        return False
+    import torch
+
+    if not torch.cuda.is_available():
+        print(
+            f"PyTorch is left out: version {torch.__version__} finds no GPU; install one for the "
+            "driver's CUDA to have it measured",
+            file=sys.stderr,
+        )
+        return False
+    return True
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -51,7 +68,7 @@ def main(argv: list[str] | None = None) -> int:
     precision = options.precision
     if precision == "auto":
         precision = best_precision(select_device("cuda")[0], config)
-    peer = options.peer == 1 and importlib.util.find_spec("torch") is not None
+    peer = options.peer == 1 and has_pytorch()
     shape = config, batch_sizes[-1], T, np.uint16 if precision == "bf16" else np.float32
     if options.what in ("all", "kernels"):
         chosen = kernels.select(*shape, options.only)  # refuses before minutes of training

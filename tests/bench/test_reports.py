@@ -51,6 +51,26 @@ def peer(monkeypatch):
     return pytorch
 
 
+@pytest.mark.parametrize("finds_gpu", [True, False])
+def test_a_pytorch_without_the_gpu_is_left_out(monkeypatch, capsys, finds_gpu):
+    monkeypatch.setattr(bench.importlib.util, "find_spec", lambda name: name == "torch" or None)
+    torch = ModuleType("torch")
+    torch.__version__, torch.cuda = "2.9+cpu", SimpleNamespace(is_available=lambda: finds_gpu)
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    assert bench.has_pytorch() is finds_gpu
+    said = (
+        "PyTorch is left out: version 2.9+cpu finds no GPU; install one for the driver's CUDA to "
+        "have it measured\n"
+    )
+    assert capsys.readouterr() == ("", "" if finds_gpu else said)
+
+
+def test_a_pytorch_that_is_not_there_is_not_missed(monkeypatch, capsys):
+    monkeypatch.setattr(bench.importlib.util, "find_spec", lambda name: None)
+    assert bench.has_pytorch() is False
+    assert capsys.readouterr() == ("", "")
+
+
 @pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=lambda error: type(error).__name__)
 def test_what_does_not_fit_is_none(error):
     assert timing.measure(lambda: 3.0) == 3.0
