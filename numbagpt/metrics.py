@@ -192,8 +192,6 @@ class Progress:
                 f"{what} before anything was learned: the weights in {self._source} are damaged; "
                 "start from others"
             )
-        raise UserError(
-            f"{what}; the last good checkpoint is "
-            f"{self.last_checkpoint or 'none, for none was written'}; "
-            "lower --learning_rate or lengthen --warmup_iters"
-        )
+        last = self.last_checkpoint
+        written = f"the last checkpoint is {last}" if last else "no checkpoint was written"
+        raise UserError(f"{what}; {written}; lower --learning_rate or lengthen --warmup_iters")

@@ -136,10 +136,12 @@ def test_progress_stops_at_what_is_not_finite(bad, which, capsys):
     progress.report(1.0, 1.0, 1.0)
     progress.last_checkpoint = Path("out/model_00000001.bin")
     values = (bad, 1.0) if which == "loss" else (1.0, bad)
-    expected = f"the {which} of step 2 is {bad}; the last good checkpoint is {Path('out')}"
     with pytest.raises(UserError) as error:
         progress.report(*values, 1.0)
-    assert str(error.value).startswith(expected)
+    assert str(error.value) == (
+        f"the {which} of step 2 is {bad}; the last checkpoint is {Path('out/model_00000001.bin')}; "
+        "lower --learning_rate or lengthen --warmup_iters"
+    )
     assert len(capsys.readouterr().out.splitlines()) == 1
 
 
@@ -154,5 +156,7 @@ def test_the_first_weights_are_to_blame_until_they_were_changed(source):
         progress.report(1.0, math.inf, 1.0)
     with pytest.raises(UserError, match=r"^the validation loss of step 1 is nan; .*lower --learn"):
         progress.check_finite("validation loss", math.nan, 1)
-    with pytest.raises(UserError, match=r"^the loss of step 2 is nan; .*lower --learning_rate"):
+    with pytest.raises(
+        UserError, match=r"^the loss of step 2 is nan; no checkpoint was written; low"
+    ):
         progress.report(math.nan, 1.0, 1.0)
