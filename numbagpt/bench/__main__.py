@@ -62,7 +62,7 @@ def main(argv: list[str] | None = None) -> int:
             print(line, flush=True)
     if options.what in ("all", "kernels"):
         blas.set_precision(precision)
-        theirs = kernels.pytorch_operations(*shape) if peer else {}
+        theirs = kernels.pytorch_operations(*shape, precision) if peer else {}
         for line in kernels.report(chosen, theirs):
             print(line, flush=True)
     return 0

@@ -63,12 +63,12 @@ def _measured(case: Case, peak: float | None) -> tuple[str, str, str, str, str]:
 
 
 def pytorch_operations(
-    config: GPT2Config, B: int, T: int, storage: type
+    config: GPT2Config, B: int, T: int, storage: type, precision: str
 ) -> dict[str, Callable[[int], float | None]]:
     """Name of an operation → function of the bytes of one call that measures PyTorch's seconds."""
     from numbagpt.bench import pytorch
 
     return {
         name: partial(pytorch.operation_seconds, make_call)
-        for name, make_call in pytorch.operations(config, B, T, storage).items()
+        for name, make_call in pytorch.operations(config, B, T, storage, precision).items()
     }
