@@ -19,6 +19,7 @@ from numbagpt.device import select_device
 from numbagpt.errors import UserError
 from numbagpt.gpu import blas, runtime
 from numbagpt.modes import ATTENTIONS, PRECISIONS
+from numbagpt.ops.matmul import transpose_pays
 from numbagpt.state import best_precision
 
 
@@ -54,7 +55,9 @@ def main(argv: list[str] | None = None) -> int:
     peer = options.peer == 1 and importlib.util.find_spec("torch") is not None
     shape = config, batch_sizes[-1], T, np.uint16 if precision == "bf16" else np.float32
     if options.what in ("all", "kernels"):
-        chosen = kernels.select(*shape, options.only)  # refuses before minutes of training
+        transposes = transpose_pays(precision, runtime.gpu_info().compute_capability)
+        # refuses before minutes of training
+        chosen = kernels.select(*shape, options.only, transposes)
     if options.what in ("all", "train"):
         attention = None if options.attention == "auto" else options.attention
         model = {"attention": attention, "recompute": options.recompute}

@@ -17,12 +17,14 @@ from numbagpt.errors import UserError
 ROW = "{:31} {:34} {:>12} {:>6} {:>7} {:>7} {:>8} {:>12}"
 
 
-def select(config: GPT2Config, B: int, T: int, storage: type, only: str) -> list[Case]:
-    """The operations whose name holds `only`.
+def select(
+    config: GPT2Config, B: int, T: int, storage: type, only: str, transposes: bool = False
+) -> list[Case]:
+    """The operations whose name holds `only`; transposes as in `cases`.
 
     Raises UserError if there is none.
     """
-    every = list(cases(config, B, T, storage))
+    every = list(cases(config, B, T, storage, transposes))
     if not (chosen := [case for case in every if only in case.name]):
         names = ", ".join(case.name for case in every)
         raise UserError(f"--only {only!r} is in no operation's name; expected a part of: {names}")
