@@ -102,7 +102,15 @@ class GPT2(ModelState):
             )
             dqkvb = g.qkvb
         ops.matmul_backward(
-            dbtc, g.qkvw, dqkvb, dqkv, a.ln1, w.qkvw, dacts.scratch, accumulate=accumulate
+            dbtc,
+            g.qkvw,
+            dqkvb,
+            dqkv,
+            a.ln1,
+            w.qkvw,
+            dacts.scratch,
+            accumulate=accumulate,
+            transposed=self._room_for_transpose(self.acts.output),
         )
 
     def forward(
@@ -148,6 +156,7 @@ class GPT2(ModelState):
                         self.weights.wte,
                         self.dacts.scratch,
                         accumulate=accumulate or start > 0,
+                        transposed=self._room_for_transpose(self._behind_dlnf),
                     )
             ops.mean_loss(self.mean_loss, acts.losses, scale / N)
 
@@ -156,6 +165,15 @@ class GPT2(ModelState):
         """(B, T, C): the gradient of lnf, at the start of bt4c, which nobody needs until later."""
         shape = self.acts.lnf.shape
         return self.dacts.bt4c.reshape(-1)[: self.acts.lnf.size].reshape(shape)
+
+    @property
+    def _behind_dlnf(self) -> object:
+        """The other three quarters of bt4c, as free."""
+        return self.dacts.bt4c.reshape(-1)[self.acts.lnf.size :]
+
+    def _room_for_transpose(self, array: object) -> object | None:
+        """The array, of at least (B, T, C), where matmul_backward is faster with one to use."""
+        return array if self.transpose_pays else None
 
     @staticmethod
     def _rows(array: object, rows: slice) -> object:
@@ -186,7 +204,12 @@ class GPT2(ModelState):
         dbt4c, dresidual = dacts.bt4c, dacts.residual3
         # acts.lnf has served in `forward`: the layers use it for their (B, T, C)
         dbtc = acts.lnf
-        matmul_backward = partial(ops.matmul_backward, scratch=dacts.scratch, accumulate=accumulate)
+        matmul_backward = partial(
+            ops.matmul_backward,
+            scratch=dacts.scratch,
+            accumulate=accumulate,
+            transposed=self._room_for_transpose(acts.output),
+        )
         layernorm_backward = partial(ops.layernorm_backward, scratch=dacts.scratch)
         # Each layernorm_backward leaves dresidual complete for the projection below it, whose
         # bias gradient is the sum of its rows: it adds them up while it has them in registers.

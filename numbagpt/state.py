@@ -11,6 +11,7 @@ from numbagpt.gpu.vec import float32_to_bf16
 from numbagpt.memory import MIB, MemoryPlan
 from numbagpt.ops.encoder import token_runs
 from numbagpt.ops.flash_attention import supports
+from numbagpt.ops.matmul import transpose_pays
 from numbagpt.tensors import FlatTensors, layout_bytes, parameter_shapes
 
 # Values in 128 bits: rows of activations must start on such a boundary.
@@ -108,6 +109,7 @@ class ModelState:
         self.B, self.T, self.training = B, T, training
         self.plan = plan_model(config, device, B, T, precision, training, attention, recompute)
         self.attention, self.recompute = self.plan.attention, recompute
+        self.transpose_pays = transpose_pays(precision, device.compute_capability)
         device.check_precision(precision)
         device.set_precision(precision)
         self._check_memory()

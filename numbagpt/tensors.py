@@ -110,7 +110,8 @@ def activation_layout(
                 log-sum-exp; "materialized": qkvr is (3, B, NH, T, HS), and att holds the softmax,
                 its lower triangle only: the upper must be zeroed once
     output      logits of up to LOGITS_ROWS positions, later their gradient; before and after it is
-                scratch for materialized attention, which needs (B, T, 3C) and (B, NH, T, T)
+                scratch for materialized attention, which needs (B, T, 3C) and (B, NH, T, T), and
+                for transposes of (B, T, C)
     """
     C, NH, Vp, L = config.channels, config.num_heads, config.padded_vocab_size, config.num_layers
     storage, real = np.dtype(storage), np.dtype(real)
@@ -118,7 +119,7 @@ def activation_layout(
     kept_gelu = kept if recompute < 1 else 1
     kept_ln = kept if recompute < 2 else 1
     btc = B, T, C
-    output = min(B * T, LOGITS_ROWS) * Vp
+    output = max(min(B * T, LOGITS_ROWS) * Vp, B * T * C)
     if attention == "flash":
         specific = {
             "qkvr": Spec((B, T, 3 * C), storage, kept),

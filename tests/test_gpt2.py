@@ -53,6 +53,16 @@ def test_loss_and_gradients_match_float64(oracle: tuple, place: str) -> None:
     assert {name: error for name, error in errors.items() if error > 1e-5} == {}
 
 
+@pytest.mark.parametrize("place", ["sim", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_transposes_for_the_weights_gradients_change_nothing(oracle: tuple, place: str) -> None:
+    model = make_model(TINY, 2, 37, select_device(place)[0])
+    model.transpose_pays = True
+    loss, gradients = loss_and_gradients(model, BATCH)
+    assert abs(loss - oracle[0]) < 1e-5 * oracle[0]
+    errors = {name: relative_error(gradients[name], oracle[1][name]) for name in gradients}
+    assert {name: error for name, error in errors.items() if error > 1e-5} == {}
+
+
 @pytest.mark.parametrize("T", [1, 37])
 def test_matches_pytorch(T: int) -> None:
     torch = pytest.importorskip("torch")

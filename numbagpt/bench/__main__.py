@@ -20,6 +20,7 @@ from numbagpt.device import select_device
 from numbagpt.errors import UserError
 from numbagpt.gpu import blas, runtime
 from numbagpt.modes import ATTENTIONS, PRECISIONS
+from numbagpt.ops.matmul import transpose_pays
 from numbagpt.state import best_precision
 
 
@@ -71,7 +72,9 @@ def main(argv: list[str] | None = None) -> int:
     peer = options.peer == 1 and has_pytorch()
     shape = config, batch_sizes[-1], T, np.uint16 if precision == "bf16" else np.float32
     if options.what in ("all", "kernels"):
-        chosen = kernels.select(*shape, options.only)  # refuses before minutes of training
+        transposes = transpose_pays(precision, runtime.gpu_info().compute_capability)
+        # refuses before minutes of training
+        chosen = kernels.select(*shape, options.only, transposes)
     if options.what in ("all", "train"):
         attention = None if options.attention == "auto" else options.attention
         model = {"attention": attention, "recompute": options.recompute}
@@ -79,7 +82,7 @@ def main(argv: list[str] | None = None) -> int:
             print(line, flush=True)
     if options.what in ("all", "kernels"):
         blas.set_precision(precision)
-        theirs = kernels.pytorch_operations(*shape) if peer else {}
+        theirs = kernels.pytorch_operations(*shape, precision) if peer else {}
         for line in kernels.report(chosen, theirs):
             print(line, flush=True)
     return 0

@@ -30,12 +30,14 @@ from numbagpt.ops.layernorm import (
 from numbagpt.ops.matmul import (
     matmul_backward_bias,
     matmul_backward_bias_scratch,
+    matmul_backward_weight,
     matmul_forward,
     matmul_gelu_forward,
 )
 from numbagpt.ops.permute import permute, unpermute
 from numbagpt.ops.residual import residual_forward
 from numbagpt.ops.softmax import softmax_backward, softmax_forward
+from numbagpt.ops.transpose import transpose
 
 MakeCall = Callable[[], Callable[[], None]]
 
@@ -89,9 +91,12 @@ class Arrays:
         return (self._rng.zipf(1.2, shape) % below).astype(np.int32)
 
 
-def cases(config: GPT2Config, B: int, T: int, storage: type = np.float32) -> Iterator[Case]:
+def cases(
+    config: GPT2Config, B: int, T: int, storage: type = np.float32, transposes: bool = False
+) -> Iterator[Case]:
     """The operations of a training step of this model on batches of (B, T).
 
+    transposes: whether the weights' gradients are computed by way of a transpose.
     Of the bytes, those of a number for each row or channel are left out: they are too few to count.
     No array is made before a case's make_call is called.
     """
@@ -247,6 +252,9 @@ def cases(config: GPT2Config, B: int, T: int, storage: type = np.float32) -> Ite
         s * (N * C + 4 * C * C + 8 * N * C),
         8 * N * C * C,
     )
+    room = f(N * C) if transposes else None
+    if transposes:
+        yield case("transpose", f"({N}, {C})", call(transpose, f(C, N), f(N, C)), 2 * act)
     for name, K, OC in (
         ("qkv", C, 3 * C),
         ("attproj", C, C),
@@ -272,7 +280,7 @@ def cases(config: GPT2Config, B: int, T: int, storage: type = np.float32) -> Ite
         yield case(
             f"matmul dW {name}",
             f"({OC}, {N}) x ({N}, {K})",
-            call(_accumulate, f(OC, K), x(N, OC), x(N, K)),
+            call(_backward_weight, f(OC, K), x(N, OC), x(N, K), room),
             s * (N * K + N * OC) + 8 * OC * K,
             2 * N * K * OC,
         )
@@ -324,5 +332,5 @@ def _classifier(V: int) -> Callable:
     return run
 
 
-def _accumulate(dweight: object, dout: object, inp: object) -> None:
-    blas.matmul(dweight, dout, inp, transpose_a=True, beta=1.0)
+def _backward_weight(dweight: object, dout: object, inp: object, room: object | None) -> None:
+    matmul_backward_weight(dweight, dout, inp, transposed=room)

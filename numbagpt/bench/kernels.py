@@ -17,12 +17,14 @@ from numbagpt.errors import UserError
 ROW = "{:31} {:34} {:>12} {:>6} {:>7} {:>7} {:>8} {:>12}"
 
 
-def select(config: GPT2Config, B: int, T: int, storage: type, only: str) -> list[Case]:
-    """The operations whose name holds `only`.
+def select(
+    config: GPT2Config, B: int, T: int, storage: type, only: str, transposes: bool = False
+) -> list[Case]:
+    """The operations whose name holds `only`; transposes as in `cases`.
 
     Raises UserError if there is none.
     """
-    every = list(cases(config, B, T, storage))
+    every = list(cases(config, B, T, storage, transposes))
     if not (chosen := [case for case in every if only in case.name]):
         names = ", ".join(case.name for case in every)
         raise UserError(f"--only {only!r} is in no operation's name; expected a part of: {names}")
@@ -63,12 +65,12 @@ def _measured(case: Case, peak: float | None) -> tuple[str, str, str, str, str]:
 
 
 def pytorch_operations(
-    config: GPT2Config, B: int, T: int, storage: type
+    config: GPT2Config, B: int, T: int, storage: type, precision: str
 ) -> dict[str, Callable[[int], float | None]]:
     """Name of an operation → function of the bytes of one call that measures PyTorch's seconds."""
     from numbagpt.bench import pytorch
 
     return {
         name: partial(pytorch.operation_seconds, make_call)
-        for name, make_call in pytorch.operations(config, B, T, storage).items()
+        for name, make_call in pytorch.operations(config, B, T, storage, precision).items()
     }

@@ -68,9 +68,14 @@ def step_seconds(config: GPT2Config, B: int, T: int, precision: str) -> tuple[fl
     return found
 
 
+def _set_precision(precision: str) -> None:
+    """Whether PyTorch multiplies float32 in TF32 from now on."""
+    torch.set_float32_matmul_precision("high" if precision != "fp32" else "highest")
+
+
 def _step_seconds(config: GPT2Config, B: int, T: int, precision: str) -> tuple[float, float]:
     torch.cuda.reset_peak_memory_stats()
-    torch.set_float32_matmul_precision("high" if precision != "fp32" else "highest")
+    _set_precision(precision)
     model = GPT2(config).cuda()
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=torch.tensor(1e-4), fused=True, weight_decay=0.1
@@ -142,8 +147,11 @@ def _operation_seconds(make_call: Callable[[], Callable[[], object]], nbytes: in
     return float(np.median([_elapsed(graph.replay) for _ in range(11)])) / len(calls)
 
 
-def operations(config: GPT2Config, B: int, T: int, storage: type) -> dict[str, Callable]:
+def operations(
+    config: GPT2Config, B: int, T: int, storage: type, precision: str
+) -> dict[str, Callable]:
     """Name of one of our operations → make_call of PyTorch's own, where it has it."""
+    _set_precision(precision)
     C, NH, Vp, N = config.channels, config.num_heads, config.padded_vocab_size, B * T
     dtype = torch.bfloat16 if storage == np.uint16 else torch.float32
 

@@ -24,16 +24,39 @@ from numbagpt.gpu.simulator import checked_slice, warp_operation
 from numbagpt.gpu.vec import bf16_to_float32
 
 
-@instruction("cvt.rna.tf32.f32 $result, $x;", result=I32, x=F32)
+@instruction(
+    """{
+        .reg .b32 bits, rounded;
+        mov.b32 bits, $x;
+        add.s32 rounded, bits, 0x1000;
+        max.s32 $result, rounded, bits;
+    }""",
+    result=I32,
+    x=F32,
+)
 def round_to_tf32(x):
-    """Bits of the TF32 number nearest to x, as an operand of mma_tf32; ties go away from zero."""
+    """Bits whose upper 19 are the TF32 number nearest to x, as an operand of mma_tf32; ties go away
+    from zero.
+
+    Half of the last place that is kept is added to the magnitude: what the lower 13 bits then hold,
+    the tensor cores do not read. The maximum keeps the GPU's NaN, 0x7fffffff, to which the addition
+    would make a zero. PTX has cvt.rna.tf32.f32 for it, which takes longer: it is a comparison and
+    an addition that depends on it.
+    """
     return _rounded_to_tf32(int(x.view(np.int32)))
 
 
-@instruction("cvt.rna.tf32.f32 $words, $words;", words=Update(I32, 1, first=True))
+@instruction(
+    """{
+        .reg .b32 rounded;
+        add.s32 rounded, $words, 0x1000;
+        max.s32 $words, rounded, $words;
+    }""",
+    words=Update(I32, 1, first=True),
+)
 def round_word_to_tf32(words, first):
     """The same for words[first], which holds the bits of a float32, in place."""
-    words[first] = _rounded_to_tf32(words[first])
+    words[first] = _rounded_to_tf32(int(words[first]))
 
 
 @instruction(
@@ -94,8 +117,8 @@ def ldmatrix_transposed(words, first, tile, offset):
 
 
 def _rounded_to_tf32(bits):
-    # Half of the last place that is kept is added to the magnitude; then the lower 13 bits go.
-    return (bits + 0x1000) & ~0x1FFF
+    """bits: a Python integer from an int32, and so is the result."""
+    return bits if bits > 0x7FFFFFFF - 0x1000 else bits + 0x1000
 
 
 def _bf16(words):

@@ -10,6 +10,11 @@ and, for the linear layer of the MLP that a GELU follows, the two in one.
 
 The products are cuBLASLt's, which adds the bias while out is still in registers, and the residual
 or dweight's old value likewise. The sum over rows is a kernel of ours, in column_sum.py.
+
+Hopper's tensor cores multiply TF32 only where the numbers of each sum lie side by side, in both
+operands; bf16 they take either way. For out they do lie so. For dweight, whose sums run down the
+rows of dout and inp, neither operand's do, and cuBLASLt falls back on slower kernels: so slow that
+it pays to transpose the narrower of the two first.
 """
 
 import numpy as np
@@ -25,6 +30,7 @@ from numbagpt.ops.column_sum import (
     partials_size,
 )
 from numbagpt.ops.gelu import gelu_forward, gelu_forward_reference
+from numbagpt.ops.transpose import transpose
 
 # Blocks that share the sum over rows: enough to keep all multiprocessors of a large GPU reading. A
 # constant, not asked of the GPU, so that the order of the additions is the same on all of them.
@@ -77,6 +83,7 @@ def matmul_backward_reference(
     scratch: np.ndarray | None,
     *,
     accumulate: bool = True,
+    transposed: np.ndarray | None = None,
 ) -> None:
     """What matmul_backward computes, in NumPy and in the arrays' own precision."""
     if dbias is not None:
@@ -167,11 +174,53 @@ def matmul_gelu_forward(out, pre, inp, weight, bias) -> None:
         gelu_forward(out, pre)
 
 
-def matmul_backward(dinp, dweight, dbias, dout, inp, weight, scratch, *, accumulate=True) -> None:
+def transpose_pays(precision: str, compute_capability: tuple[int, int]) -> bool:
+    """Whether matmul_backward_weight is faster with room for a transpose."""
+    return precision == "tf32" and compute_capability == (9, 0)
+
+
+def matmul_backward_weight(dweight, dout, inp, *, accumulate=True, transposed=None) -> None:
+    """dweight = dout^T inp, or with accumulate dweight += that.
+
+    dweight     (OC, C)     float32
+    dout        (..., OC)   float32, or uint16 holding bf16
+    inp         (..., C)    as dout
+    transposed  1-D float32, at least N min(OC, C) values, overwritten: room for the transpose of
+                dout or inp; or None, as always for bf16
+
+    Raises what matmul_forward does, and ValueError where the room does not suffice.
+
+    On an H200, for dout (4096, 3072) and inp (4096, 768) in TF32, 80 µs with the transpose, 108
+    without.
+    """
+    dout, inp = _rows(dout), _rows(inp)
+    (N, OC), C = dout.shape, inp.shape[-1]
+    turn_inp = transposed is not None and C <= OC
+    turn_dout = transposed is not None and C > OC
+    if transposed is not None:
+        check_room("matmul_backward_weight", transposed=(transposed, N * min(OC, C)))
+    if turn_inp:
+        inp = _transpose(transposed, inp)
+    if turn_dout:
+        dout = _transpose(transposed, dout)
+    beta = 1.0 if accumulate else 0.0
+    blas.matmul(dweight, dout, inp, transpose_a=not turn_dout, transpose_b=turn_inp, beta=beta)
+
+
+def _transpose(room, matrix):
+    """The transpose of the matrix, in `room`."""
+    result = room[: matrix.size].reshape(matrix.shape[::-1])
+    transpose(result, matrix)
+    return result
+
+
+def matmul_backward(
+    dinp, dweight, dbias, dout, inp, weight, scratch, *, accumulate=True, transposed=None
+) -> None:
     """Gradients of matmul_forward.
 
     dinp        (..., C)        written
-    dweight     (OC, C)         float32: += with accumulate, else =
+    dweight                     as in matmul_backward_weight, like accumulate and transposed
     dbias       (OC,) or None   float32: +=
     dout        (..., OC)       as in matmul_backward_bias where there is dbias
     inp, weight                 as in matmul_forward
@@ -182,6 +231,5 @@ def matmul_backward(dinp, dweight, dbias, dout, inp, weight, scratch, *, accumul
     """
     if dbias is not None:
         matmul_backward_bias(dbias, dout, scratch)
-    dinp, dout, inp = _rows(dinp), _rows(dout), _rows(inp)
-    blas.matmul(dinp, dout, weight)
-    blas.matmul(dweight, dout, inp, transpose_a=True, beta=1.0 if accumulate else 0.0)
+    blas.matmul(_rows(dinp), _rows(dout), weight)
+    matmul_backward_weight(dweight, dout, inp, accumulate=accumulate, transposed=transposed)

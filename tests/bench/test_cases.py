@@ -7,7 +7,7 @@ import pytest
 
 from numbagpt.bench import cases as module
 from numbagpt.config import PRESETS
-from numbagpt.ops import attention
+from numbagpt.ops import attention, matmul
 
 CONFIG, B, T = PRESETS["d12"], 4, 1024
 
@@ -31,6 +31,7 @@ PASSES = {
     "matmul_forward": "1 1 1 1",
     "matmul_gelu_forward": "1 1 1 1 1",
     "matmul": "1 1 1",
+    "transpose": "1 1",
     "permute": "1 1",
     "permute_backward": "1 1",
     "unpermute": "1 1",
@@ -93,10 +94,16 @@ def recorder(monkeypatch):
     return recorder
 
 
-@pytest.mark.parametrize("storage", [np.float32, np.uint16], ids=["float32", "bf16"])
-def test_bytes_and_flops(recorder, storage):
+@pytest.mark.parametrize(
+    ("storage", "transposes"),
+    [(np.float32, False), (np.float32, True), (np.uint16, False)],
+    ids=["float32", "float32, transposes", "bf16"],
+)
+def test_bytes_and_flops(recorder, monkeypatch, storage, transposes):
+    # of the weights' gradients, the product alone is counted
+    monkeypatch.setattr(matmul, "transpose", lambda out, inp: None)
     names = []
-    for case in module.cases(CONFIG, B, T, storage):
+    for case in module.cases(CONFIG, B, T, storage, transposes):
         names.append(case.name)
         recorder.counts.clear()
         case.make_call()()

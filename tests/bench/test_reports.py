@@ -144,6 +144,14 @@ def test_training_goes_on_where_a_batch_does_not_fit(monkeypatch, peer):
 # --- flags ---
 
 
+@pytest.fixture
+def hopper(monkeypatch):
+    """The flags are read as on a machine with a GPU of that kind."""
+    gpu = SimpleNamespace(compute_capability=(9, 0))
+    monkeypatch.setattr(bench.runtime, "gpu_problem", lambda: None)
+    monkeypatch.setattr(bench.runtime, "gpu_info", lambda: gpu)
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -155,8 +163,7 @@ def test_training_goes_on_where_a_batch_does_not_fit(monkeypatch, peer):
         (["all", "--only", "geluu"], "--only 'geluu' is in no operation's name; expected a "),
     ],
 )
-def test_wrong_values_are_refused_before_anything_is_measured(monkeypatch, capsys, flags, message):
-    monkeypatch.setattr(bench.runtime, "gpu_problem", lambda: None)
+def test_wrong_values_are_refused_before_anything_is_measured(hopper, capsys, flags, message):
     with pytest.raises(UserError) as error:
         bench.main([*flags, "--precision", "bf16", "--peer", "0"])
     assert str(error.value).startswith(message)
@@ -185,8 +192,7 @@ def test_no_gpu(monkeypatch):
         bench.main([])
 
 
-def test_what_is_selected_follows_the_flags(monkeypatch, capsys):
-    monkeypatch.setattr(bench.runtime, "gpu_problem", lambda: None)
+def test_what_is_selected_follows_the_flags(hopper, monkeypatch, capsys):
     monkeypatch.setattr(blas, "_precision", blas.precision())  # put back afterwards
     shapes = {}
 
@@ -200,4 +206,5 @@ def test_what_is_selected_follows_the_flags(monkeypatch, capsys):
     assert capsys.readouterr().out == "a line\n"
     assert shapes["layernorm_forward"] == "(3, 32, 128)"
     assert "permute" in shapes  # materialized attention, which float32 has
+    assert shapes["transpose"] == "(96, 128)"  # which TF32 on Hopper profits from
     assert blas.precision() == "tf32"

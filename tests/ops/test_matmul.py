@@ -11,10 +11,12 @@ from numbagpt.ops.matmul import (
     matmul_backward_bias_reference,
     matmul_backward_bias_scratch,
     matmul_backward_reference,
+    matmul_backward_weight,
     matmul_forward,
     matmul_forward_reference,
     matmul_gelu_forward,
     matmul_gelu_forward_reference,
+    transpose_pays,
 )
 
 BF16 = pytest.param(np.uint16, marks=pytest.mark.ampere, id="bf16")
@@ -161,6 +163,36 @@ def test_backward_overwrites(place, rng, shape, storage):
     assert relative_error(dweight, expected) <= 1e-5
     assert relative_error(values(dinp), values(dout) @ values(weight)) <= TOLERANCE[storage]
     assert relative_error(dbias, expected_dbias) <= 1e-6
+
+
+@pytest.mark.parametrize("accumulate", [True, False], ids=["add", "overwrite"])
+@pytest.mark.parametrize("shape", [(1, 1, 4, 4), (2, 37, 36, 108), (3, 5, 144, 36)], ids=str)
+def test_backward_weight_by_a_transpose(place, rng, shape, accumulate):
+    """The transpose is that of inp, or of dout where that is narrower."""
+    B, T, C, OC = shape
+    dout, inp = random(rng, B, T, OC), random(rng, B, T, C)
+    dweight = random(rng, OC, C) if accumulate else poisoned((OC, C))
+    expected = values(dout).reshape(-1, OC).T @ values(inp).reshape(-1, C)
+    if accumulate:
+        expected += dweight
+    room = poisoned(B * T * min(C, OC) + 1)
+    place.run(matmul_backward_weight, dweight, dout, inp, accumulate=accumulate, transposed=room)
+    assert relative_error(dweight, expected) <= 1e-5
+    narrower = inp.reshape(-1, C) if C <= OC else dout.reshape(-1, OC)
+    np.testing.assert_array_equal(room[:-1], narrower.T.ravel())
+    assert np.isnan(room[-1])
+
+
+def test_room_for_a_transpose_must_suffice(rng):
+    dout, inp, room = random(rng, 3, 8), random(rng, 3, 4), poisoned(11)
+    with pytest.raises(ValueError, match=r"transposed has 11 elements, .* at least 12"):
+        matmul_backward_weight(poisoned((8, 4)), dout, inp, transposed=room)
+
+
+def test_transpose_pays():
+    assert transpose_pays("tf32", (9, 0))
+    assert not transpose_pays("bf16", (9, 0))
+    assert not transpose_pays("tf32", (8, 0))
 
 
 def test_backward_reference_overwrites(rng):
