@@ -104,15 +104,22 @@ class Warp:
 
 
 class Lane:
-    """One CUDA thread; `worker` is the greenlet that it runs in."""
+    """One CUDA thread; `worker` is the greenlet that it runs in.
 
-    __slots__ = ("bit", "laneid", "number", "threadIdx", "warp", "worker")
+    copies, products   what the thread has started and not waited for: asynchronous copies, a list
+                       for each group of which the last is still open (ptx.py), and products
+                       (wgmma.py)
+    """
+
+    __slots__ = ("bit", "copies", "laneid", "number", "products", "threadIdx", "warp", "worker")
 
     def __init__(self, number: int, threadIdx: Dim3):
         self.number = number  # among all threads of the block
         self.laneid = number % WARP_SIZE
         self.bit = 1 << self.laneid  # in a warp's masks
         self.threadIdx = threadIdx
+        self.copies: list[list] = [[]]
+        self.products: list = []
 
 
 class Workers:

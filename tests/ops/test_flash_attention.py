@@ -142,12 +142,15 @@ def skip_unless_supported(place, variant, HS, storage):
             pytest.skip(f"{variant} does not run on compute capability {cc}")
 
 
-# Under the simulator: both sides of a tile's end, several heads, one token.
+# Under the simulator: both sides of a tile's end, several heads, one token; and three tiles, so
+# that a tile's memory is used again while another is at work.
 @pytest.mark.parametrize(
     ("variant", "storage", "B", "NH", "T", "HS"),
     [
         ("wgmma", np.uint16, 1, 2, 70, 64),
         ("wgmma", np.uint16, 1, 1, 37, 128),
+        ("wgmma", np.uint16, 1, 1, 130, 64),
+        ("wgmma", np.uint16, 1, 1, 130, 128),
         ("wgmma", np.uint16, 2, 1, 1, 64),
     ],
 )
