@@ -18,8 +18,9 @@ for all threads that are named in its mask and have not returned. A thread that 
 holds nobody up, but its registers are gone, so that reading from it is an error.
 
 A GPU promises no order among threads between two barriers. Blocks with an even number run theirs
-from first to last, the others from last to first, so that a kernel which lacks a barrier is likely
-to give different results in the two.
+from first to last and let the warps keep pace; the others run from last to first, and there a warp
+goes on to the next barrier before another gets its turn. So a kernel which lacks a barrier is
+likely to give different results in the two.
 """
 
 import bdb
@@ -192,8 +193,9 @@ class Block:
         try:
             while operator.length_hint(self.unstarted):
                 self.workers.run_lanes()
+            take = ready.pop if self.backwards else ready.popleft
             while ready:
-                lane, result = ready.popleft()
+                lane, result = take()
                 here.lane = lane
                 here.threadIdx = lane.threadIdx
                 here.laneid = lane.laneid
@@ -236,15 +238,14 @@ class Block:
             "syncthreads_and": int(votes == len(waiting)),
             "syncthreads_or": int(votes > 0),
         }[self.barrier[0]]
-        order = sorted(waiting, reverse=self.backwards)
-        self.ready.extend((waiting[number][0], result) for number in order)
+        self.ready.extend((waiting[number][0], result) for number in sorted(waiting))
 
     def complete(self, warp: Warp, mask: int) -> None:
         """Finishes the operation under `mask`, for which no lane is missing any more."""
         operation = warp.operations.pop(mask)
         order = sorted(operation.operands)
         results = operation.complete({i: operation.operands[i] for i in order})
-        for i in reversed(order) if self.backwards else order:
+        for i in order:
             self.ready.append((warp.lanes[i], results[i]))
 
     def returned(self, lane: Lane) -> None:
