@@ -52,6 +52,7 @@ def test_every_operation_is_there():
         "global_norm",
         "layernorm",
         "layernorm_backward",
+        "layernorm_partials",
         "mean_loss",
         "permute",
         "residual",

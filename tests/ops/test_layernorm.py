@@ -14,6 +14,7 @@ from numbagpt.ops.layernorm import (
     layernorm_forward,
     layernorm_forward_reference,
 )
+from numbagpt.ops.layernorm_partials import sum_partials
 
 SHAPES = [(1, 1, 4), (1, 1, 768), (2, 37, 36), (3, 5, 128), (1, 3, 1600), (2, 1, 4096)]
 FORWARD = ("out", "mean", "rstd")
@@ -163,6 +164,26 @@ def test_backward_overwrites(place: Place, shape: tuple) -> None:
         assert relative_error(result[name], expected[name]) <= 1e-5, name
     expected_total = expected["dinp"].reshape(-1, shape[-1]).sum(axis=0)
     assert relative_error(total, expected_total) <= 1e-5
+
+
+# Fewer than the 32 rows that a block reads at once, as many, one more; five times as many, which is
+# a turn, and more. Several strips of 32 columns, the last in part.
+@pytest.mark.parametrize("with_residual", [False, True])
+@pytest.mark.parametrize("blocks", [1, 31, 32, 33, 132, 161])
+def test_partial_sums_of_any_number_of_blocks(
+    place: Place, blocks: int, with_residual: bool
+) -> None:
+    C, sums = 36, 3 if with_residual else 2
+    rng = np.random.default_rng(blocks)
+    partials = poisoned((blocks + 1, sums, C))  # the scratch may be larger
+    partials[:blocks] = rng.standard_normal((blocks, sums, C))
+    before = rng.standard_normal((3, C)).astype(np.float32)
+    dweight, dbias, dresidual_sum = (row.copy() for row in before)
+    last = dresidual_sum if with_residual else None
+    place.run(sum_partials, dweight, dbias, last, partials, blocks)
+    expected = before.astype(np.float64)
+    expected[:sums] += partials[:blocks].sum(axis=0, dtype=np.float64)
+    assert relative_error(np.stack([dweight, dbias, dresidual_sum]), expected) <= 1e-6
 
 
 def test_backward_gives_the_same_bits_again(place: Place) -> None:
