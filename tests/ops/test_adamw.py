@@ -71,6 +71,15 @@ def test_five_steps(place, rng, N, weight_decay, with_copy):
         np.testing.assert_array_equal(copy, float32_to_bf16(p))
 
 
+def test_a_copy_that_is_not_bf16_is_refused(rng):
+    """It would be left as it is, as if there were none."""
+    params = rng.standard_normal(4).astype(np.float32)
+    ones, hyper = np.ones(1, np.float32), np.ones(3, np.float32)
+    arrays = [params, *(np.zeros(4, np.float32) for _ in range(3)), hyper, ones]
+    with pytest.raises(TypeError, match="copy is of float32; expected uint16"):
+        adamw_update(*arrays, BETA1, BETA2, EPS, 0.1, copy=np.zeros(4, np.float32))
+
+
 @pytest.mark.parametrize("N", SIZES)
 def test_reference(rng, monkeypatch, N):
     monkeypatch.setattr(module, "CHUNK", 16)
