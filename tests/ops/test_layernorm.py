@@ -124,11 +124,11 @@ def test_backward_with_several_rows_for_each_team(
 
 
 @pytest.mark.ampere
-@pytest.mark.parametrize(("N", "C"), [(37, 72), (13, 520)])
+@pytest.mark.parametrize(("blocks", "N", "C"), [(1, 37, 72), (2, 23, 520)])
 def test_backward_with_several_rows_for_each_team_in_bf16(
-    place: Place, monkeypatch: pytest.MonkeyPatch, N: int, C: int
+    place: Place, monkeypatch: pytest.MonkeyPatch, blocks: int, N: int, C: int
 ) -> None:
-    monkeypatch.setattr(backward_module, "MULTIPROCESSORS", 1)
+    monkeypatch.setattr(backward_module, "MULTIPROCESSORS", blocks)
     a = random_inputs((N, C))
     half = {k: float32_to_bf16(a[k]) for k in ("inp", "weight", "dout", "dinp")}
     a |= {name: bf16_to_float32(bits) for name, bits in half.items()}
