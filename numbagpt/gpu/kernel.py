@@ -126,7 +126,8 @@ class Kernel:
     def __getitem__(self, configuration: tuple) -> Callable[..., None]:
         """Bind grid, block and, where the kernel has it, bytes of dynamic shared memory.
 
-        Raises ValueError for a block of more than max_threads. The launch raises TypeError for
+        Raises ValueError for a block of more than max_threads, and for a grid without a block,
+        which is what an array without an element asks for. The launch raises TypeError for
         arguments that no signature has, for arrays that are not C-contiguous, and where NumPy
         arrays and device arrays are mixed; UserError where the GPU lacks the instructions.
         """
@@ -136,6 +137,11 @@ class Kernel:
             raise ValueError(
                 f"{self.__name__}: a block of {threads} threads; expected at most "
                 f"{self.max_threads}, the max_threads that the kernel is compiled for"
+            )
+        if (math.prod(grid) if isinstance(grid, tuple) else grid) < 1:
+            raise ValueError(
+                f"{self.__name__}: a grid of {grid} blocks; expected at least one; pass arrays "
+                "that are not empty"
             )
 
         def launch(*arguments) -> None:

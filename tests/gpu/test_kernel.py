@@ -118,6 +118,12 @@ def test_a_block_larger_than_the_kernel_is_compiled_for(block):
         scale_kernel[1, block]
 
 
+@pytest.mark.parametrize("grid", [0, (0, 1), (2, 0, 1)])
+def test_a_grid_without_a_block(grid):
+    with pytest.raises(ValueError, match=r"^scale_kernel: a grid of .* blocks; expected at least"):
+        scale_kernel[grid, BLOCK]
+
+
 @pytest.mark.parametrize("block", [BLOCK, (BLOCK, 1), (8, 2, 2), 1])
 def test_a_block_that_the_kernel_is_compiled_for(place, block):
     out = np.zeros(1, np.float32)
