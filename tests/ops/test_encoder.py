@@ -121,6 +121,13 @@ def test_backward_of_runs_of_every_length(
     assert relative_error(dwpe, expected_dwpe) <= 1e-6
 
 
+def test_backward_of_more_vectors_than_32_bits_count() -> None:
+    one = np.zeros(1, np.float32)  # that many times over
+    dout = np.broadcast_to(one, (1 << 13, 1 << 10, 1028))
+    with pytest.raises(ValueError, match=r"^encoder_backward: dout has .* expected at most 343597"):
+        encoder_backward(one, one, dout, *[one.astype(np.int32)] * 3)
+
+
 @pytest.mark.ampere
 @pytest.mark.parametrize("kind", ["equal", "distinct", "mixed"])
 @pytest.mark.parametrize("shape", [(1, 1, 8), (3, 25, 40), (2, 3, 768)])
