@@ -17,10 +17,10 @@ What counts as arrived follows the hardware (PTX, `bar.sync` and `shfl.sync`): a
 for all threads that are named in its mask and have not returned. A thread that has returned
 holds nobody up, but its registers are gone, so that reading from it is an error.
 
-A GPU promises no order among threads between two barriers. Blocks with an even number run theirs
-from first to last and let the warps keep pace; the others run from last to first, and there a warp
-goes on to the next barrier before another gets its turn. So a kernel which lacks a barrier is
-likely to give different results in the two.
+A GPU promises no order among threads between two barriers. Here a warp goes on to the next barrier
+before another gets its turn: from the first to the last in blocks with an even number, from the
+last to the first in the others. Of two warps, each is ahead of the other in one of them, so that a
+kernel which lacks a barrier is likely to give different results in the two.
 """
 
 import bdb
@@ -179,7 +179,7 @@ class Block:
         self.live = len(threads)  # threads that have not returned
         self.backwards = backwards
         self.unstarted = iter(self.lanes[::-1] if backwards else self.lanes)
-        self.ready: collections.deque[tuple[Lane, Any]] = collections.deque()
+        self.ready: list[tuple[Lane, Any]] = []  # a stack: who became ready last goes on first
         self.barrier = ("", None)  # kind and place of the barrier that threads are waiting at
         self.at_barrier: dict[int, tuple[Lane, Any]] = {}  # by thread number
         self.shared: dict = {}  # the arrays of cuda.shared.array, by call site
@@ -191,11 +191,11 @@ class Block:
         here.block = self
         ready = self.ready
         try:
-            while operator.length_hint(self.unstarted):
-                self.workers.run_lanes()
-            take = ready.pop if self.backwards else ready.popleft
-            while ready:
-                lane, result = take()
+            while ready or operator.length_hint(self.unstarted):
+                if not ready:
+                    self.workers.run_lanes()
+                    continue
+                lane, result = ready.pop()
                 here.lane = lane
                 here.threadIdx = lane.threadIdx
                 here.laneid = lane.laneid
@@ -238,14 +238,15 @@ class Block:
             "syncthreads_and": int(votes == len(waiting)),
             "syncthreads_or": int(votes > 0),
         }[self.barrier[0]]
-        self.ready.extend((waiting[number][0], result) for number in sorted(waiting))
+        order = sorted(waiting, reverse=not self.backwards)
+        self.ready.extend((waiting[number][0], result) for number in order)
 
     def complete(self, warp: Warp, mask: int) -> None:
         """Finishes the operation under `mask`, for which no lane is missing any more."""
         operation = warp.operations.pop(mask)
         order = sorted(operation.operands)
         results = operation.complete({i: operation.operands[i] for i in order})
-        for i in order:
+        for i in order if self.backwards else reversed(order):
             self.ready.append((warp.lanes[i], results[i]))
 
     def returned(self, lane: Lane) -> None:

@@ -142,9 +142,8 @@ def skip_unless_supported(place, variant, HS, storage):
             pytest.skip(f"{variant} does not run on compute capability {cc}")
 
 
-# Under the simulator: both sides of a tile's end, several heads, one token; and three tiles, in a
-# block of which the warps do not keep pace, so that a tile's memory is used again while another is
-# at work.
+# Under the simulator: both sides of a tile's end, several heads, one token; and three tiles, so
+# that a tile's memory is used again, in two blocks, in which other warps run ahead.
 @pytest.mark.parametrize(
     ("variant", "storage", "B", "NH", "T", "HS"),
     [

@@ -22,8 +22,8 @@ def gpu():
 
 
 # Under the simulator: both sides of a tile's end (64, and 32 for some), several heads, one token;
-# and three tiles, in a block of which the warps do not keep pace, so that a tile's memory is used
-# again while another is at work.
+# and three tiles, so that a tile's memory is used again, in two blocks, in which other warps run
+# ahead.
 @pytest.mark.parametrize(
     ("storage", "B", "NH", "T", "HS"),
     [

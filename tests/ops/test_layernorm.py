@@ -110,8 +110,7 @@ def test_backward_adds_the_gradients(place: Place, shape: tuple) -> None:
         assert relative_error(result[name], expected[name]) <= 1e-5, name
 
 
-# Teams of 1, 3 and 16 warps; and two blocks, in the second of which the warps of a team, under the
-# simulator, do not keep pace.
+# Teams of 1, 3 and 16 warps; and two blocks, in which, under the simulator, other warps run ahead.
 @pytest.mark.parametrize(("blocks", "N", "C"), [(1, 48, 36), (2, 23, 520), (1, 3, 4096)])
 def test_backward_with_several_rows_for_each_team(
     place: Place, monkeypatch: pytest.MonkeyPatch, blocks: int, N: int, C: int
