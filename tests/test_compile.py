@@ -155,6 +155,16 @@ def test_fastmath_stops_at_device_functions():
     assert "setp.nan" in function or "setp.num" in function
 
 
+@pytest.mark.parametrize(
+    "name", ["global_norm_partial_kernel", "global_norm_kernel", "mean_loss_kernel"]
+)
+def test_no_fastmath_where_nan_has_to_arrive(name):
+    (k,) = (k for k, _ in KERNELS if k.__name__ == name)
+    ptx = ptx_of(k)
+    assert ".ftz" not in ptx
+    assert ".approx" not in ptx
+
+
 def test_stack_is_found():
     assert offline.inspect(stack_kernel, stack_kernel.signatures[0], (9, 0)).stack >= 256
 

@@ -124,16 +124,17 @@ def test_against_pytorch(rng):
     assert relative_error(result, p.detach().numpy()) <= 1e-12
 
 
-def test_gradient_is_scaled(place, rng):
-    # A power of two, so that scaling is exact.
+# Powers of two, so that scaling is exact; and a zero, which is not negative.
+@pytest.mark.parametrize("scale", [0.25, 0.0])
+def test_gradient_is_scaled(place, rng, scale):
     params, gradients = problem(rng, 37, np.float32)
 
     def launch(*arguments):
         place.run(adamw_update, *arguments)
 
     for update in (launch, adamw_update_reference):
-        scaled = train(update, params, gradients, 0.1, scale=0.25)
-        expected = train(update, params, gradients * np.float32(0.25), 0.1)
+        scaled = train(update, params, gradients, 0.1, scale=scale)
+        expected = train(update, params, gradients * np.float32(scale), 0.1)
         for a, b in zip(scaled, expected, strict=True):
             np.testing.assert_array_equal(a, b)
         assert not np.array_equal(scaled[1], train(update, params, gradients, 0.1)[1])

@@ -147,7 +147,7 @@ def skip_unless_supported(place, variant, HS, storage):
 @pytest.mark.parametrize(
     ("variant", "storage", "B", "NH", "T", "HS"),
     [
-        ("wgmma", np.uint16, 1, 2, 37, 64),
+        ("wgmma", np.uint16, 1, 2, 63, 64),
         ("wgmma", np.uint16, 1, 1, 70, 128),
         ("wgmma", np.uint16, 1, 1, 193, 64),
         ("wgmma", np.uint16, 2, 1, 1, 64),

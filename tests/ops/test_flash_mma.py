@@ -27,7 +27,7 @@ def gpu():
 @pytest.mark.parametrize(
     ("storage", "B", "NH", "T", "HS"),
     [
-        (BF16, 1, 1, 37, 64),
+        (BF16, 1, 1, 63, 64),
         (BF16, 1, 1, 193, 16),
         (BF16, 2, 1, 1, 32),
         (BF16, 2, 3, 5, 16),
