@@ -110,9 +110,10 @@ def test_backward_of_runs_of_every_length(
     tokens = np.repeat(np.arange(len(lengths)), lengths)
     inp = np.random.default_rng(3).permutation(tokens).reshape(1, -1).astype(np.int32)
     rng = np.random.default_rng(4)
-    dwte = rng.standard_normal((len(lengths), 8)).astype(np.float32)
-    dwpe = rng.standard_normal((inp.size, 8)).astype(np.float32)
-    dout = rng.standard_normal((*inp.shape, 8)).astype(np.float32)
+    C = 24  # in float32 6 vectors, which two blocks share where a run is long
+    dwte = rng.standard_normal((len(lengths), C)).astype(np.float32)
+    dwpe = rng.standard_normal((inp.size, C)).astype(np.float32)
+    dout = rng.standard_normal((*inp.shape, C)).astype(np.float32)
     if storage == np.uint16:
         dout = bf16_to_float32(float32_to_bf16(dout))
     expected_dwte, expected_dwpe = plain_backward(dwte, dwpe, dout, inp)
