@@ -286,6 +286,7 @@ def test_choices_of_two_processes_are_kept_both():
     assert first.get("a") is second.get("b") is None
     first.put("a", b"\x01\xff")
     second.put("b", b"")
+    assert (Choices("x.json").get("a"), Choices("x.json").get("b")) == (b"\x01\xff", b"")
     second.put("a", b"\x02")
     third = Choices("x.json")
     assert (third.get("a"), third.get("b"), third.get("c")) == (b"\x02", b"", None)

@@ -111,6 +111,18 @@ def test_a_device_array_with_gaps_is_refused_before_it_is_used():
         scale_kernel[1, BLOCK](view, DeviceArray(4), 2.0, 4)
 
 
+@kernel(void(float32[::1], float32, float32), max_threads=BLOCK)
+def difference_kernel(out, x, y):
+    out[0] = x - y
+
+
+def test_scalars_take_the_types_of_the_signature(place):
+    """0.3 - 0.1 in float64 is another float32."""
+    out = np.zeros(1, np.float32)
+    place.run(difference_kernel[1, 1], out, 0.3, 0.1)
+    assert out[0] == np.float32(0.3) - np.float32(0.1) != np.float32(0.3 - 0.1)
+
+
 @pytest.mark.parametrize("block", [BLOCK + 1, (BLOCK, 2), (8, 4, 2)])
 def test_a_block_larger_than_the_kernel_is_compiled_for(block):
     threads = np.prod(block)

@@ -336,6 +336,18 @@ def test_old_kernel_caches_are_removed(numba_config, tmp_path):
     assert left == {current.name, *(f"old{age}" for age in range(5, 12))}
 
 
+def test_the_kernel_cache_in_use_is_not_an_old_one(numba_config, tmp_path):
+    current = runtime.configure.__wrapped__()
+    os.utime(current, (1, 1))
+    for age in range(12):
+        old = tmp_path / "kernels" / f"old{age}"
+        old.mkdir()
+        os.utime(old, (age + 2, age + 2))
+    numba_config.CACHE_DIR = ""
+    assert runtime.configure.__wrapped__() == current
+    assert current.is_dir()
+
+
 def test_another_process_may_clean_up_too(numba_config, monkeypatch, tmp_path):
     for name in ("gone", "kept"):
         (tmp_path / "kernels" / name).mkdir(parents=True)
