@@ -52,6 +52,7 @@ def test_every_operation_is_there():
         "global_norm",
         "layernorm",
         "layernorm_backward",
+        "layernorm_partials",
         "mean_loss",
         "permute",
         "residual",
@@ -152,6 +153,16 @@ def test_fastmath_stops_at_device_functions():
     assert function.count("fma.rn") >= 2  # the reduction of its argument
     assert "setp.nan" in body or "setp.num" in body
     assert "setp.nan" in function or "setp.num" in function
+
+
+@pytest.mark.parametrize(
+    "name", ["global_norm_partial_kernel", "global_norm_kernel", "mean_loss_kernel"]
+)
+def test_no_fastmath_where_nan_has_to_arrive(name):
+    (k,) = (k for k, _ in KERNELS if k.__name__ == name)
+    ptx = ptx_of(k)
+    assert ".ftz" not in ptx
+    assert ".approx" not in ptx
 
 
 def test_stack_is_found():

@@ -51,30 +51,34 @@ def choose(
         memory = _scratch(plan.problem.out_bytes)
     else:
         memory = contextlib.nullcontext(out)
+    usable = candidates
     try:
         with memory as target:
             c = extra if plan.problem.adds else target
-            return _fastest_algorithm(plan, candidates, target, a, b, c), True
+            usable, runs = _that_run(plan, candidates, target, a, b, c)
+            return usable[fastest(runs)], True
     except (MemoryError, GraphError) as error:
         warnings.warn(f"not timed: {plan.problem}: {error}", RuntimeWarning, stacklevel=2)
-        return candidates[0], False
+        return usable[0], False
 
 
-def _fastest_algorithm(
+def _that_run(
     plan: "Plan", candidates: list[np.ndarray], out: int, a: int, b: int, c: int
-) -> np.ndarray:
-    runs, errors = {}, []
-    for i, algorithm in enumerate(candidates):
+) -> tuple[list[np.ndarray], list[Callable[[], None]]]:
+    """The algorithms that cuBLASLt does not refuse when it comes to it, and a launch of each."""
+    usable, runs, errors = [], [], []
+    for algorithm in candidates:
         run = partial(plan.run, algorithm, out, a, b, c)
         try:
-            run()  # loads the algorithm's code, which a capture cannot; it may yet be refused
+            run()  # loads the algorithm's code, which a capture cannot
         except BlasError as error:
             errors.append(error)
         else:
-            runs[i] = run
+            usable.append(algorithm)
+            runs.append(run)
     if not runs:
         raise errors[0]
-    return candidates[list(runs)[fastest(list(runs.values()))]]
+    return usable, runs
 
 
 def fastest(launches: list[Callable[[], None]]) -> int:

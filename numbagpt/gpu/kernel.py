@@ -12,9 +12,13 @@ Python float passed as a scalar would make the kernel compute in float64; a kern
 and inspected on a machine with no GPU; and the reader sees what the arguments are.
 """
 
+import hashlib
 import math
+import shutil
 import time
+import warnings
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import numpy as np
 from cuda.bindings import driver
@@ -122,7 +126,8 @@ class Kernel:
     def __getitem__(self, configuration: tuple) -> Callable[..., None]:
         """Bind grid, block and, where the kernel has it, bytes of dynamic shared memory.
 
-        Raises ValueError for a block of more than max_threads. The launch raises TypeError for
+        Raises ValueError for a block of more than max_threads, and for a grid without a block,
+        which is what an array without an element asks for. The launch raises TypeError for
         arguments that no signature has, for arrays that are not C-contiguous, and where NumPy
         arrays and device arrays are mixed; UserError where the GPU lacks the instructions.
         """
@@ -132,6 +137,11 @@ class Kernel:
             raise ValueError(
                 f"{self.__name__}: a block of {threads} threads; expected at most "
                 f"{self.max_threads}, the max_threads that the kernel is compiled for"
+            )
+        if (math.prod(grid) if isinstance(grid, tuple) else grid) < 1:
+            raise ValueError(
+                f"{self.__name__}: a grid of {grid} blocks; expected at least one; pass arrays "
+                "that are not empty"
             )
 
         def launch(*arguments) -> None:
@@ -198,15 +208,34 @@ class Kernel:
         Raises UserError where the GPU lacks the kernel's instructions.
         """
         if signature not in self._dispatchers:
-            runtime.configure()
+            cache = runtime.configure()
             self._check_gpu(signature)
-            compiler = cuda.jit(signature, cache=True, **self.options)
             start = time.perf_counter()
-            dispatcher = compiler(self.function)
+            dispatcher = self._compile(signature, cache)
             if on_compile and not dispatcher.stats.cache_hits:
                 on_compile(self.__name__, time.perf_counter() - start)
             self._dispatchers[signature] = dispatcher
         return self._dispatchers[signature]
+
+    def _compile(self, signature: Signature, cache: Path):
+        """The dispatcher, from the cache on disk if that holds it; warns if the cache is no use."""
+        version = f"{signature} {cuda.get_current_device().compute_capability}"
+        folder = cache / f"{self.__name__}-{hashlib.sha256(version.encode()).hexdigest()[:8]}"
+        try:
+            with runtime.kept_in(folder):
+                return cuda.jit(signature, cache=True, **self.options)(self.function)
+        except Exception as error:  # a damaged file may raise anything, a full disk OSError
+            failure = error
+        dispatcher = cuda.jit(signature, **self.options)(self.function)
+        # So the kernel is all right, and the next process may start with an empty folder.
+        shutil.rmtree(folder, ignore_errors=True)
+        reason = getattr(failure, "strerror", None) or type(failure).__name__
+        warnings.warn(
+            f"compiled kernels are not kept in {cache}, or cannot be read there: {reason}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return dispatcher
 
     def _check_gpu(self, signature: Signature) -> None:
         found = tuple(cuda.get_current_device().compute_capability)

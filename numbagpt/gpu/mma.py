@@ -19,7 +19,7 @@ TF32 is a float32 of which the tensor cores read the upper 19 bits: 8 of exponen
 import numpy as np
 
 from numbagpt.gpu.instruction import F32, I32, SHARED, Read, Update, Write, instruction
-from numbagpt.gpu.reduce import FULL_MASK
+from numbagpt.gpu.sim_lanes import FULL_MASK
 from numbagpt.gpu.simulator import checked_slice, warp_operation
 from numbagpt.gpu.vec import bf16_to_float32
 

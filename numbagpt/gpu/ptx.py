@@ -1,8 +1,9 @@
 """The instructions that Numba has no name for, and what they mean.
 
-instruction.py says how such a function is made. Under the simulator asynchronous copies happen at
-once; a kernel that forgets to wait for one therefore looks right there, and only there.
+instruction.py says how such a function is made.
 """
+
+import itertools
 
 import numpy as np
 from llvmlite import ir
@@ -20,6 +21,7 @@ from numbagpt.gpu.instruction import (
     Write,
     instruction,
 )
+from numbagpt.gpu.sim_lanes import here
 from numbagpt.gpu.simulator import checked_slice, register_meaning
 from numbagpt.gpu.vec import float32_to_bf16
 
@@ -149,6 +151,10 @@ def store_words(target, offset, words):
 # are counted in groups: commit closes a group, and wait(n) returns when at most the n latest groups
 # are still under way. Each thread waits for its own copies; a barrier behind the wait makes
 # everybody's visible to everybody.
+#
+# When the bytes arrive is up to the GPU. The simulator takes the worst of it at either end: it
+# spoils the target when a copy starts, and fills it when the thread waits. So a kernel that forgets
+# to wait finds NaN there, and so does one that copies over what another thread still reads.
 
 
 @instruction(
@@ -192,11 +198,17 @@ def copy_word_async_or_zero(tile, tile_offset, source, source_offset, valid):
 @instruction("cp.async.commit_group;", volatile=True)
 def copy_async_commit():
     """Close the group of the copies that this thread has started since the last commit."""
+    here.lane.copies.append([])
 
 
 @instruction(lambda pending: Ptx(f"cp.async.wait_group {pending};"), volatile=True)
 def copy_async_wait(pending):
     """Wait until at most `pending`, a constant, of this thread's groups are still under way."""
+    *closed, started = here.lane.copies
+    arrived = closed[: max(0, len(closed) - pending)]
+    for target, values in itertools.chain(*arrived):
+        target[:] = values
+    here.lane.copies = [*closed[len(arrived) :], started]
 
 
 @instruction("fence.proxy.async.shared::cta;", volatile=True)
@@ -220,4 +232,6 @@ def _words(array, offset, count):
 def _copy(tile, tile_offset, source, source_offset, size, valid):
     count = size // tile.dtype.itemsize
     target = checked_slice(tile, tile_offset, count)
-    target[:] = checked_slice(source, source_offset, count) if valid else 0
+    values = checked_slice(source, source_offset, count).copy() if valid else 0
+    target.view(np.uint8)[:] = 0xFF  # NaN, in float32 and in bf16
+    here.lane.copies[-1].append((target, values))

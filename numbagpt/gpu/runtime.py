@@ -14,6 +14,7 @@ import os
 import platform
 import shutil
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -204,6 +205,26 @@ def configure() -> Path:
     if not config.CACHE_DIR:
         config.CACHE_DIR = str(_kernel_cache())
     return Path(config.CACHE_DIR)
+
+
+@contextlib.contextmanager
+def kept_in(folder: Path) -> Iterator[None]:
+    """Inside the block Numba keeps compiled kernels in this folder: one for each version of each.
+
+    Numba lists the versions of a kernel (for float32 and bf16, say) in one file, which it reads and
+    writes again without a lock. Two processes that compile different ones at the same time could
+    leave an entry that leads to the other's code. What is alone in its folder is not mistaken.
+
+    Raises OSError where nothing can be written. Numba itself would then go elsewhere, to a folder
+    beside the sources.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    tempfile.TemporaryFile(dir=folder).close()
+    before, config.CACHE_DIR = config.CACHE_DIR, str(folder)
+    try:
+        yield
+    finally:
+        config.CACHE_DIR = before
 
 
 def _kernel_cache() -> Path:

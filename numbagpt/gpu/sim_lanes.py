@@ -17,9 +17,10 @@ What counts as arrived follows the hardware (PTX, `bar.sync` and `shfl.sync`): a
 for all threads that are named in its mask and have not returned. A thread that has returned
 holds nobody up, but its registers are gone, so that reading from it is an error.
 
-A GPU promises no order among threads between two barriers. Blocks with an even number run theirs
-from first to last, the others from last to first, so that a kernel which lacks a barrier is likely
-to give different results in the two.
+A GPU promises no order among threads between two barriers. Here a warp goes on to the next barrier
+before another gets its turn: from the first to the last in blocks with an even number, from the
+last to the first in the others. Of two warps, each is ahead of the other in one of them, so that a
+kernel which lacks a barrier is likely to give different results in the two.
 """
 
 import bdb
@@ -104,15 +105,22 @@ class Warp:
 
 
 class Lane:
-    """One CUDA thread; `worker` is the greenlet that it runs in."""
+    """One CUDA thread; `worker` is the greenlet that it runs in.
 
-    __slots__ = ("bit", "laneid", "number", "threadIdx", "warp", "worker")
+    copies, products   what the thread has started and not waited for: asynchronous copies, a list
+                       for each group of which the last is still open (ptx.py), and products
+                       (wgmma.py)
+    """
+
+    __slots__ = ("bit", "copies", "laneid", "number", "products", "threadIdx", "warp", "worker")
 
     def __init__(self, number: int, threadIdx: Dim3):
         self.number = number  # among all threads of the block
         self.laneid = number % WARP_SIZE
         self.bit = 1 << self.laneid  # in a warp's masks
         self.threadIdx = threadIdx
+        self.copies: list[list] = [[]]
+        self.products: list = []
 
 
 class Workers:
@@ -171,7 +179,7 @@ class Block:
         self.live = len(threads)  # threads that have not returned
         self.backwards = backwards
         self.unstarted = iter(self.lanes[::-1] if backwards else self.lanes)
-        self.ready: collections.deque[tuple[Lane, Any]] = collections.deque()
+        self.ready: list[tuple[Lane, Any]] = []  # a stack: who became ready last goes on first
         self.barrier = ("", None)  # kind and place of the barrier that threads are waiting at
         self.at_barrier: dict[int, tuple[Lane, Any]] = {}  # by thread number
         self.shared: dict = {}  # the arrays of cuda.shared.array, by call site
@@ -183,10 +191,11 @@ class Block:
         here.block = self
         ready = self.ready
         try:
-            while operator.length_hint(self.unstarted):
-                self.workers.run_lanes()
-            while ready:
-                lane, result = ready.popleft()
+            while ready or operator.length_hint(self.unstarted):
+                if not ready:
+                    self.workers.run_lanes()
+                    continue
+                lane, result = ready.pop()
                 here.lane = lane
                 here.threadIdx = lane.threadIdx
                 here.laneid = lane.laneid
@@ -229,7 +238,7 @@ class Block:
             "syncthreads_and": int(votes == len(waiting)),
             "syncthreads_or": int(votes > 0),
         }[self.barrier[0]]
-        order = sorted(waiting, reverse=self.backwards)
+        order = sorted(waiting, reverse=not self.backwards)
         self.ready.extend((waiting[number][0], result) for number in order)
 
     def complete(self, warp: Warp, mask: int) -> None:
@@ -237,7 +246,7 @@ class Block:
         operation = warp.operations.pop(mask)
         order = sorted(operation.operands)
         results = operation.complete({i: operation.operands[i] for i in order})
-        for i in reversed(order) if self.backwards else order:
+        for i in order if self.backwards else reversed(order):
             self.ready.append((warp.lanes[i], results[i]))
 
     def returned(self, lane: Lane) -> None:

@@ -26,8 +26,9 @@ Globals are taken as they are at the first run of a kernel, as Numba takes them 
 What it diagnoses, as SimulatorError: indices outside an array, misaligned vectors, barriers that
 threads reach at different places, warp operations that do not match or whose mask does not name
 the caller, shuffles that read from a lane which is not there, deadlocks, and any exception raised
-inside a kernel. Shared and local memory that nobody has written reads as NaN. What it cannot show:
-races between threads that its order of execution happens to serialise, the rounding of fused or
+inside a kernel. Shared and local memory that nobody has written reads as NaN, and so does the
+target of an asynchronous copy or product before it is waited for. What it cannot show: races
+between threads that its order of execution happens to serialise, the rounding of fused or
 approximate instructions, and speed.
 """
 

@@ -120,7 +120,7 @@ def wgmma_abt(acc, a, a_offset, b, b_offset, rows, depth):
         left = _matrix(a, a_offset, ROWS, depth)[16 * warp : 16 * warp + 16]
         return _fragments(left @ _matrix(b, b_offset, rows, depth).T, operands)
 
-    acc.array[: rows // 2] = warp_operation("wgmma_abt", FULL_MASK, None, complete)
+    _start(acc, warp_operation("wgmma_abt", FULL_MASK, None, complete))
 
 
 def _ab(depth: int, columns: int) -> Ptx:
@@ -146,8 +146,9 @@ def wgmma_ab(acc, left, b, b_offset, depth, columns):
         product = _left_operand(operands, depth) @ _matrix(b, b_offset, depth, columns)
         return _fragments(product, operands)
 
+    before = _result_so_far(acc, columns // 2)
     words = left.array[: depth // 4].copy()
-    acc.array[: columns // 2] += warp_operation("wgmma_ab", FULL_MASK, words, complete)
+    _start(acc, before + warp_operation("wgmma_ab", FULL_MASK, words, complete))
 
 
 @instruction(
@@ -156,9 +157,43 @@ def wgmma_ab(acc, left, b, b_offset, depth, columns):
 )
 def wgmma_wait(acc, n, pending):
     """Wait until at most `pending` products still run; acc[:n] is the result of one of the rest."""
+    products = here.lane.products
+    for product in products[: max(0, len(products) - pending)]:
+        product.finished = True
+    adding = [product for product in products if product.registers is acc.array]
+    if adding and all(product.finished for product in adding):
+        acc.array[:n] = adding[-1].result
+        here.lane.products = [product for product in products if product not in adding]
 
 
 # ---- pieces of the meanings ----------------------------------------------------------------------
+#
+# Under the simulator the registers of a running product are NaN until a wait that lets the product
+# finish and names them. So a kernel that reads them too early, or waits for another accumulator,
+# gets a wrong result.
+
+
+@dataclass(eq=False)
+class Product:
+    """A product that one lane has not waited for: its accumulator, and what it will hold."""
+
+    registers: np.ndarray
+    result: np.ndarray
+    finished: bool = False
+
+
+def _start(acc, result):
+    """Let a product run whose result this lane will hold in acc."""
+    here.lane.products.append(Product(acc.array, result))
+    acc.array[: len(result)] = np.nan
+
+
+def _result_so_far(acc, n):
+    """acc[:n], or what will be there when the last of the products that run has added to it."""
+    for product in reversed(here.lane.products):
+        if product.registers is acc.array:
+            return product.result
+    return acc.array[:n].copy()
 
 
 def _matrix(array, offset, rows, columns):

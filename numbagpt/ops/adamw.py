@@ -133,10 +133,13 @@ def adamw_update(
     copy                 None, or uint16 of that length, starting on a 16-byte boundary: the new
                          params rounded to bf16
 
-    Raises ValueError where sizes or addresses are others.
+    Raises ValueError where sizes or addresses are others, TypeError for another type.
     """
     N = params.size
-    copy = params if copy is None else copy
+    if copy is None:
+        copy = params
+    elif copy.dtype != np.uint16:  # the kernel takes float32, for no copy
+        raise TypeError(f"adamw_update: copy is of {copy.dtype}; expected uint16, which holds bf16")
     check_sizes("adamw_update", grads=(grads, N), m=(m, N), v=(v, N), copy=(copy, N))
     check_sizes("adamw_update", hyper=(hyper, 3), grad_scale=(grad_scale, 1))
     check_vectors("adamw_update", 0, params=params, grads=grads, m=m, v=v, copy=copy)

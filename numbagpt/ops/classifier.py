@@ -269,14 +269,16 @@ def fused_classifier(
     losses   (...) float32, written: -log of the target's probability, in nats
     probs    None, or like logits: written, zero in columns V to Vp - 1
     dlosses  None, or (...) float32: derivative of what is minimised by each loss
-    targets  (...) int32, 0 <= target < V
+    targets  (...) int32, 0 <= target < V; V is at most Vp
     dloss    that derivative where dlosses is None; one over the number of losses unless given
 
-    Raises ValueError where sizes or addresses are others; the targets are not looked at.
+    Raises ValueError where V, sizes or addresses are others; the targets are not looked at.
     """
     dloss = 1 / losses.size if dloss is None else dloss
     Vp = logits.shape[-1]
     N = losses.size
+    if not 0 < V <= Vp:
+        raise ValueError(f"fused_classifier: V is {V}; expected 1 to {Vp}, the columns of logits")
     check_sizes("fused_classifier", logits=(logits, N * Vp), targets=(targets, N))
     check_vectors("fused_classifier", Vp, logits=logits)
     if probs is not None:

@@ -45,6 +45,8 @@ LONG_ROWS = 5
 SHORT_ROWS = 4
 SEQUENCES = 4
 ROW_VALUES = max(LONG_ROWS, SHORT_ROWS, SEQUENCES) * MAX_WIDTH
+# The most that dout may have: load_rows numbers its vectors of 16 bytes in an int32.
+MAX_BYTES = 16 << 31
 # Sums of the warps of a block, whichever way dout is stored.
 ALL_SUMS = WARPS * TEAM * MAX_WIDTH
 
@@ -95,7 +97,8 @@ def encoder_backward_reference(
 def load_rows(rows, dout, places, vector, vectors):
     """rows = the 16 bytes number `vector` of the rows of dout at `places`, all under way at once.
 
-    A row has `vectors` times 16 bytes. Counted so, 32 bits are enough for a place in dout.
+    A row has `vectors` times 16 bytes. Counted so, 32 bits are enough for a place in dout, which
+    has MAX_BYTES at the most.
     """
     x = cuda.local.array(MAX_WIDTH, float32)
     for i in range(places.size):
@@ -281,11 +284,16 @@ def encoder_backward(dwte, dwpe, dout, inp, order, starts) -> None:
     inp            (B, T) int32, each less than Vp, and
     order, starts  token_runs(inp)
 
-    dwte, dwpe and dout start on a 16-byte boundary. Raises ValueError where sizes or addresses are
-    others; the tokens are not looked at.
+    dwte, dwpe and dout start on a 16-byte boundary; dout has at most MAX_BYTES. Raises ValueError
+    where sizes or addresses are others; the tokens are not looked at.
     """
     B, T, C = dout.shape
     N = B * T
+    if (nbytes := dout.size * dout.dtype.itemsize) > MAX_BYTES:
+        raise ValueError(
+            f"encoder_backward: dout has {nbytes} bytes; expected at most {MAX_BYTES}, of which "
+            "32 bits can number the vectors; use a smaller batch"
+        )
     check_sizes("encoder_backward", dwte=(dwte, dwte.shape[0] * C), inp=(inp, N))
     check_sizes("encoder_backward", order=(order, N), starts=(starts, N + 1))
     check_room("encoder_backward", dwpe=(dwpe, T * C))

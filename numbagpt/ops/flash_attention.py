@@ -124,9 +124,8 @@ def flash_attention_forward(out, lse, qkv, variant: str | None = None) -> None:
     Raises UserError where no kernel takes this head size and storage on this GPU; ValueError where
     sizes or addresses do not fit together, or the variant asked for does not take them.
     """
-    B, NH, T = lse.shape
-    C = out.shape[-1]
-    HS = C // NH
+    B, NH, T, HS = _head_shape("flash_attention_forward", out, lse)
+    C = NH * HS
     forward, _ = _modules(HS, qkv, variant)
     check_sizes("flash_attention_forward", out=(out, B * T * C), qkv=(qkv, 3 * B * T * C))
     check_vectors("flash_attention_forward", C, out=out, qkv=qkv)
@@ -144,19 +143,23 @@ def flash_attention_backward(
     dqkv            (B, T, 3C)     written
     dout            (B, T, C)
     qkv, out, lse                  as flash_attention_forward was given and left them
-    scratch         float32, at least flash_attention_scratch(B, T, C, NH); overwritten
+    scratch         float32, at least flash_attention_scratch(B, T, C, NH); overwritten. Starts on a
+                    16-byte boundary
     dqkvb           (3C,) or None  float32: += the gradient of the bias that was added to qkv
 
     Raises as flash_attention_forward does.
     """
-    B, NH, T = lse.shape
-    C = out.shape[-1]
-    HS = C // NH
+    name = "flash_attention_backward"
+    B, NH, T, HS = _head_shape(name, out, lse)
+    C = NH * HS
+    N = B * T * C
     _, backward = _modules(HS, qkv, variant)
-    N, name = B * T * C, "flash_attention_backward"
     check_sizes(name, dqkv=(dqkv, 3 * N), dout=(dout, N), qkv=(qkv, 3 * N), out=(out, N))
     check_room(name, scratch=(scratch, flash_attention_scratch(B, T, C, NH)))
     check_vectors(name, C, dqkv=dqkv, dout=dout, qkv=qkv, out=out)
+    check_vectors(name, 0, scratch=scratch)
+    if dqkvb is not None:
+        check_sizes(name, dqkvb=(dqkvb, 3 * C))
     key = HS, qkv.dtype.itemsize
     scale, scale2 = _scales(HS)
     tiles = ceil_div(T, ROWS)
@@ -171,6 +174,17 @@ def flash_attention_backward(
     backward.dkv_kernels[key][launch](dqkv, dout, qkv, rows, T, NH, scale2, scale)
     if dqkvb is not None:
         matmul_backward_bias(dqkvb, tile_sums.reshape((B * tiles, 3 * C)), bias_scratch)
+
+
+def _head_shape(operation: str, out, lse) -> tuple[int, int, int, int]:
+    """B, NH, T and HS, of which out (B, T, NH * HS) has the last and lse (B, NH, T) the others."""
+    B, NH, T = lse.shape
+    C = out.shape[-1]
+    if C % NH:
+        raise ValueError(
+            f"{operation}: out has {C} channels; expected a multiple of {NH}, the heads of lse"
+        )
+    return B, NH, T, C // NH
 
 
 def _split(scratch, sizes: tuple[int, ...]) -> list:

@@ -12,6 +12,8 @@ scaling x - mean leaves the output unchanged.
 dinp is the gradient of the residual stream, and the matrix that last added to the stream has a
 bias, whose gradient is the sum of dinp's rows. While the new dinp is in registers that sum costs
 no memory traffic, so it can be had here: dresidual_sum.
+
+Each block leaves its share of the sums over rows in scratch; layernorm_partials.py adds these up.
 """
 
 import functools
@@ -20,9 +22,10 @@ import numpy as np
 from numba import cuda, float32, int32, int64, uint16, void
 
 from numbagpt.gpu.kernel import Kernel, ceil_div, device_function, kernel
-from numbagpt.gpu.reduce import FULL_MASK, WARP_SIZE, warp_sum
+from numbagpt.gpu.reduce import WARP_SIZE, warp_sum
 from numbagpt.gpu.vec import MAX_WIDTH, fetch, load, store, unpack, width
 from numbagpt.ops.arguments import check_room, check_sizes, check_vectors
+from numbagpt.ops.layernorm_partials import sum_partials
 from numbagpt.ops.rows import PRESET_CHANNELS, check_channels
 
 # The multiprocessors of an H200. A constant, not asked of the GPU, so that the order of the
@@ -40,11 +43,6 @@ VALUES = ROWS * COLUMNS
 WORDS = 4 * VECTORS
 # What a team sums up over rows in a turn: dnorm, and dnorm norm, of each.
 SUMS = 2 * ROWS
-# Threads of a block that adds up partial sums, and lanes of a warp that share a row of them.
-SUM_THREADS = 256
-SUM_LANES = 8
-# Rows that each of these lanes has under way at a time: all there are of MULTIPROCESSORS blocks.
-SUM_ROWS = 5
 
 
 def layernorm_backward_reference(
@@ -299,66 +297,6 @@ def backward_kernel(C: int, accumulate: bool) -> Kernel:
     return layernorm_backward_kernel
 
 
-@kernel(
-    void(*[float32[::1]] * 4, int32, int32, int32),
-    max_threads=SUM_THREADS,
-)
-def layernorm_sum_partials_kernel(dweight, dbias, dresidual_sum, partials, blocks, sums, C):
-    """dweight += Σ partials[:, 0], dbias += Σ partials[:, 1] and, where sums is 3,
-    dresidual_sum += Σ partials[:, 2], partials being (blocks, sums, C).
-
-    A block takes 32 of the columns. Eight lanes hold four of them each, so that a warp reads four
-    rows at once, and a block 32. Shuffles add up a warp's four rows, and the sums of the warps meet
-    in shared memory, to be added in the order of the warps. So the order of all additions is fixed,
-    and a rerun gives the same bits. Moves 4 sums C (blocks + 2) bytes.
-    """
-    shared = cuda.shared.array(SUM_THREADS, float32, 16)
-    part = cuda.local.array(MAX_WIDTH, float32)
-    total = cuda.local.array(4, float32)
-    lane = cuda.threadIdx.x % WARP_SIZE
-    warp = cuda.threadIdx.x // WARP_SIZE
-    columns = sums * C
-    # The column that a lane of warp 0 writes, and its gradient so far: on its way meanwhile.
-    own = cuda.blockIdx.x * WARP_SIZE + lane
-    before = float32(0)
-    if warp == 0 and own < columns:
-        if own < C:
-            before = dweight[own]
-        elif own < 2 * C:
-            before = dbias[own - C]
-        else:
-            before = dresidual_sum[own - 2 * C]
-    for k in range(4):
-        total[k] = float32(0)
-    column = cuda.blockIdx.x * WARP_SIZE + lane % SUM_LANES * 4
-    row = int32(cuda.threadIdx.x // SUM_LANES)
-    if column < columns:
-        while row < blocks:
-            for _ in range(SUM_ROWS):
-                share = float32(1) if row < blocks else float32(0)
-                load(part, partials, int64(min(row, blocks - 1)) * columns + column)
-                for k in range(4):
-                    total[k] += share * part[k]
-                row = int32(row + SUM_THREADS // SUM_LANES)
-    for k in range(4):
-        total[k] += cuda.shfl_xor_sync(FULL_MASK, total[k], SUM_LANES)
-        total[k] += cuda.shfl_xor_sync(FULL_MASK, total[k], 2 * SUM_LANES)
-    if lane < SUM_LANES:
-        store(shared, warp * WARP_SIZE + lane * 4, total)
-    cuda.syncthreads()
-    if warp == 0 and own < columns:
-        after = float32(0)
-        for w in range(SUM_THREADS // WARP_SIZE):
-            after += shared[w * WARP_SIZE + lane]
-        after += before
-        if own < C:
-            dweight[own] = after
-        elif own < 2 * C:
-            dbias[own - C] = after
-        else:
-            dresidual_sum[own - 2 * C] = after
-
-
 for channels in PRESET_CHANNELS:
     for accumulates in (True, False):
         backward_kernel(channels, accumulates)
@@ -406,17 +344,14 @@ def layernorm_backward(
     N = inp.size // C
     blocks = _blocks(N, C)
     sums = 2 if dresidual_sum is None else 3
-    if dresidual_sum is None:
-        dresidual_sum = dbias  # for the kernel's signature; not used
     name = "layernorm_backward"
     check_sizes(name, dinp=(dinp, N * C), dout=(dout, N * C), mean=(mean, N), rstd=(rstd, N))
     check_sizes(name, dweight=(dweight, C), dbias=(dbias, C), weight=(weight, C))
-    check_sizes(name, dresidual_sum=(dresidual_sum, C))
+    if dresidual_sum is not None:
+        check_sizes(name, dresidual_sum=(dresidual_sum, C))
     check_room(name, scratch=(scratch, layernorm_backward_scratch(N, C)))
     check_vectors(name, C, dinp=dinp, dout=dout, inp=inp, weight=weight, scratch=scratch)
     backward_kernel(C, accumulate)[blocks, backward_shape(C)](
         dinp, scratch, dout, inp, weight, mean, rstd, N, sums
     )
-    layernorm_sum_partials_kernel[ceil_div(sums * C, WARP_SIZE), SUM_THREADS](
-        dweight, dbias, dresidual_sum, scratch, blocks, sums, C
-    )
+    sum_partials(dweight, dbias, dresidual_sum, scratch, blocks)

@@ -180,15 +180,18 @@ def test_no_memory_to_time_in(process, tmp_path):
     assert not (tmp_path / "choices").exists()
 
 
-def test_no_memory_for_a_graph(process, tmp_path):
+@pytest.mark.parametrize("refused", [set(), {0}], ids=str)
+def test_no_memory_for_a_graph(process, tmp_path, refused):
+    """The first is taken that was not refused."""
+
     def capture(fn):
         raise recording.GraphError("CUDA_ERROR_OUT_OF_MEMORY")
 
-    with process([2, 1]) as lt:
+    with process([2, 1, 3], refused=refused) as lt:
         lt.patch.setattr(autotune.graph, "capture", capture)
         with pytest.warns(RuntimeWarning, match="not timed.*OUT_OF_MEMORY"):
             check()
-        assert algorithms(lt)[-1] == 0
+        assert algorithms(lt)[-1] == len(refused)
     assert not (tmp_path / "choices").exists()
 
 
@@ -283,6 +286,7 @@ def test_choices_of_two_processes_are_kept_both():
     assert first.get("a") is second.get("b") is None
     first.put("a", b"\x01\xff")
     second.put("b", b"")
+    assert (Choices("x.json").get("a"), Choices("x.json").get("b")) == (b"\x01\xff", b"")
     second.put("a", b"\x02")
     third = Choices("x.json")
     assert (third.get("a"), third.get("b"), third.get("c")) == (b"\x02", b"", None)

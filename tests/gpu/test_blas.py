@@ -142,6 +142,33 @@ def test_descriptors_describe_the_gelu(shape, transposes, options, storage):
     assert case.error(case.run(host_array, to_host)) <= TOLERANCES[storage]
 
 
+@pytest.mark.usefixtures("library")
+@pytest.mark.parametrize("storage", STORAGES)
+def test_descriptors_describe_the_gelu_of_a_batch(storage):
+    case = stored((3, 5, 8, 3), (False, True), {"gelu": True}, storage)
+    assert case.error(case.run(host_array, to_host)) <= TOLERANCES[storage]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16"])
+def test_the_precision_is_that_of_float32_arrays_alone(library, monkeypatch, precision):
+    """bf16 arrays are multiplied as they are, in one plan whatever the precision."""
+    computed = []
+    create = library.lt.matmul_desc_create
+    monkeypatch.setattr(
+        library.lt,
+        "matmul_desc_create",
+        lambda compute, scale: computed.append(compute) or create(compute, scale),
+    )
+    try:
+        for name in ("fp32", precision):
+            blas.set_precision(name)
+            Case((0, 5, 8, 3), storage="bfloat16").run(host_array)
+        Case((0, 5, 8, 3)).run(host_array)
+    finally:
+        blas.set_precision("fp32")
+    assert computed == [library.compute["fp32"], library.compute[precision]]
+
+
 def test_alignments_reach_the_heuristic(library):
     out, a, b = (host_array(np.zeros(n, np.float32)) for n in (64, 64, 64))
 

@@ -1,11 +1,13 @@
 """What a launch takes and what it refuses, before anything runs."""
 
+import errno
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from check import poisoned
 from numba import cuda, float32, int64, uint16, void
+from numba.core import config
 
 from numbagpt.errors import UserError
 from numbagpt.gpu import kernel as module
@@ -109,11 +111,29 @@ def test_a_device_array_with_gaps_is_refused_before_it_is_used():
         scale_kernel[1, BLOCK](view, DeviceArray(4), 2.0, 4)
 
 
+@kernel(void(float32[::1], float32, float32), max_threads=BLOCK)
+def difference_kernel(out, x, y):
+    out[0] = x - y
+
+
+def test_scalars_take_the_types_of_the_signature(place):
+    """0.3 - 0.1 in float64 is another float32."""
+    out = np.zeros(1, np.float32)
+    place.run(difference_kernel[1, 1], out, 0.3, 0.1)
+    assert out[0] == np.float32(0.3) - np.float32(0.1) != np.float32(0.3 - 0.1)
+
+
 @pytest.mark.parametrize("block", [BLOCK + 1, (BLOCK, 2), (8, 4, 2)])
 def test_a_block_larger_than_the_kernel_is_compiled_for(block):
     threads = np.prod(block)
     with pytest.raises(ValueError, match=f"scale_kernel: a block of {threads} .* at most {BLOCK}"):
         scale_kernel[1, block]
+
+
+@pytest.mark.parametrize("grid", [0, (0, 1), (2, 0, 1)])
+def test_a_grid_without_a_block(grid):
+    with pytest.raises(ValueError, match=r"^scale_kernel: a grid of .* blocks; expected at least"):
+        scale_kernel[grid, BLOCK]
 
 
 @pytest.mark.parametrize("block", [BLOCK, (BLOCK, 1), (8, 2, 2), 1])
@@ -132,17 +152,24 @@ class Gpu:
     compiled   signatures, in the order in which they were compiled
     launched   configurations and arguments of the launches
     allowed    bytes of dynamic shared memory that the driver was told of
+    kept_in    where Numba would have kept what it was asked to compile; None for not at all
+    faults     of the cache, of which the first is raised when it is used
+    errors     of the kernel, likewise when it is compiled
     """
 
     def __init__(self, compute_capability=(8, 0), cache_hits=0):
         self.compute_capability, self.cache_hits = compute_capability, cache_hits
-        self.compiled, self.launched, self.allowed = [], [], []
+        self.compiled, self.launched, self.allowed, self.kept_in = [], [], [], []
+        self.faults, self.errors = [], []
 
     def get_current_device(self):
         return SimpleNamespace(compute_capability=self.compute_capability)
 
-    def jit(self, signature, **options):
+    def jit(self, signature, cache=False, **options):
         def compiler(function):
+            self.kept_in.append(config.CACHE_DIR if cache else None)
+            for fault in self.faults if cache else self.errors:
+                raise fault
             self.compiled.append(signature)
             return self
 
@@ -157,12 +184,12 @@ class Gpu:
 
 
 @pytest.fixture
-def use(monkeypatch):
+def use(monkeypatch, tmp_path):
     """A function that puts a Gpu in the place of the real one."""
 
     def put(gpu):
         monkeypatch.setattr(module, "cuda", gpu)
-        monkeypatch.setattr(module.runtime, "configure", lambda: None)
+        monkeypatch.setattr(module.runtime, "configure", lambda: tmp_path)
         monkeypatch.setattr(stream, "current", lambda: "stream")
         monkeypatch.setattr(
             module, "_allow_dynamic_shared", lambda dispatcher, nbytes: gpu.allowed.append(nbytes)
@@ -224,6 +251,58 @@ def test_later_gpus_lack_instructions_that_only_one_has(use):
     use(Gpu((10, 0)))
     with pytest.raises(UserError, match=r"exactly compute capability 9\.0; this GPU has 10\.0; "):
         new_kernel(exactly=(9, 0)).compiled(scale_kernel.signatures[0])
+
+
+def test_each_version_of_a_kernel_is_kept_in_a_folder_of_its_own(use, tmp_path):
+    before = config.CACHE_DIR
+    for compute_capability in ((8, 0), (9, 0)):
+        gpu, k = use(Gpu(compute_capability)), new_kernel()
+        for signature in k.signatures:
+            k.compiled(signature)
+        again = new_kernel()
+        again.compiled(again.signatures[1])
+        assert gpu.kept_in[2] == gpu.kept_in[1] != gpu.kept_in[0]
+    folders = list(tmp_path.iterdir())
+    assert len(folders) == 4
+    assert all(folder.name.startswith("scale_kernel-") for folder in folders)
+    assert gpu.kept_in[0] in map(str, folders)
+    assert config.CACHE_DIR == before
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [(OSError(errno.ENOSPC, "No space left"), "No space left"), (EOFError("Ran out"), "EOFError")],
+    ids=str,
+)
+def test_a_cache_that_is_full_or_damaged_is_done_without(use, tmp_path, fault, reason):
+    gpu = use(Gpu())
+    gpu.faults.append(fault)
+    k = new_kernel()
+    with pytest.warns(RuntimeWarning, match=f"^compiled kernels are not kept in .*: {reason}$"):
+        k[1, BLOCK](DeviceArray(4), DeviceArray(4), 2.0, 4)
+    assert gpu.kept_in[1:] == [None]
+    assert len(gpu.launched) == 1
+    assert list(tmp_path.iterdir()) == []  # the next process begins anew
+
+
+def test_a_cache_that_cannot_be_written_is_done_without(use, tmp_path):
+    gpu = use(Gpu())
+    (tmp_path / "file").touch()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module.runtime, "configure", lambda: tmp_path / "file")
+        with pytest.warns(RuntimeWarning, match="Not a directory"):
+            new_kernel()[1, BLOCK](DeviceArray(4), DeviceArray(4), 2.0, 4)
+    assert gpu.kept_in == [None]
+    assert (tmp_path / "file").exists()
+
+
+def test_an_error_of_the_kernel_is_not_blamed_on_the_cache(use, recwarn):
+    gpu = use(Gpu())
+    gpu.faults.append(TypeError("no sqrt of uint16"))
+    gpu.errors += gpu.faults
+    with pytest.raises(TypeError, match="no sqrt of uint16"):
+        new_kernel().compiled(scale_kernel.signatures[0])
+    assert not recwarn.list
 
 
 @pytest.mark.parametrize(("cache_hits", "told"), [(0, ["scale_kernel"]), (1, [])])

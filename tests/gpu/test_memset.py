@@ -37,6 +37,7 @@ class PlayedDriver:
         self.edges = edges or [(i, i + 1) for i in range(len(nodes) - 1)]
         self.edges_status = OK
         self.made = []
+        self.copied = []  # attributes: to and from
         self.destroyed = []
 
     def cuGraphGetNodes(self, recorded, count=0):
@@ -75,6 +76,7 @@ class PlayedDriver:
         return self._add(MEMSET, last, parameters)
 
     def cuGraphKernelNodeCopyAttributes(self, new, node):
+        self.copied.append((new, node))
         return (OK,)
 
     def cuCtxGetCurrent(self):
@@ -105,6 +107,7 @@ def test_a_memset_becomes_a_kernel(play):
     played = play([(KERNEL, "a"), (MEMSET, zeros(4)), (MEMCPY, "b"), (KERNEL, "c")])
     assert memset.memsets_as_kernels("recorded") == "line"
     assert played.made == [(KERNEL, "a"), (KERNEL, "clear"), (MEMCPY, "b"), (KERNEL, "c")]
+    assert played.copied == [(0, 0), (1, "clear"), (3, 3)]
     assert played.destroyed == ["clear", "recorded"]
 
 

@@ -154,6 +154,39 @@ def test_simulator_checks_copies(at, message):
         one_copy_kernel[1, 1](np.zeros(1, np.uint16), np.zeros(16, np.uint16), at)
 
 
+@kernel(void(float32[::1], float32[::1]), max_threads=32, minimum=(8, 0))
+def two_groups_kernel(out, inp):
+    """Three copies in two groups, and what is in shared memory before, between and after waits."""
+    tile = cuda.shared.array(12, float32, alignment=16)
+    copy_async(tile, 0, inp, 0)
+    copy_async(tile, 4, inp, 4)
+    copy_async_commit()
+    copy_async(tile, 8, inp, 8)
+    copy_async_commit()
+    for i in range(12):
+        out[i] = tile[i]
+    copy_async_wait(1)
+    for i in range(12):
+        out[12 + i] = tile[i]
+    copy_async_wait(0)
+    for i in range(12):
+        out[24 + i] = tile[i]
+    copy_async(tile, 0, inp, 4)
+    copy_async_wait(0)  # for nothing: the group is not closed
+    for i in range(12):
+        out[36 + i] = tile[i]
+
+
+def test_the_simulator_lets_copies_arrive_when_they_are_waited_for():
+    inp, out = np.arange(12, dtype=np.float32), np.zeros((4, 12), np.float32)
+    two_groups_kernel[1, 1](out, inp)
+    found = np.where(np.isnan(out), -1, out)
+    np.testing.assert_array_equal(found[0], 12 * [-1])
+    np.testing.assert_array_equal(found[1], [*range(8), *4 * [-1]])
+    np.testing.assert_array_equal(found[2], range(12))
+    np.testing.assert_array_equal(found[3], [*4 * [-1], *range(4, 12)])
+
+
 # ---- the decorator: an instruction with registers and a size -------------------------------------
 
 

@@ -263,6 +263,25 @@ def test_numba_takes_the_folder_set_at_run_time(numba_config):
     folder = runtime.configure.__wrapped__()
     kernel_cache = CUDACache(runtime.report)
     assert Path(kernel_cache.cache_path).parent == folder
+    with runtime.kept_in(folder / "one"):
+        kernel_cache = CUDACache(runtime.report)
+    assert Path(kernel_cache.cache_path).parent == folder / "one"
+    assert numba_config.CACHE_DIR == str(folder)
+
+
+def test_a_folder_that_cannot_be_written_is_refused(numba_config, monkeypatch, tmp_path):
+    """Numba would pass it over and keep the kernels beside the sources."""
+    (tmp_path / "file").touch()
+    with pytest.raises(NotADirectoryError), runtime.kept_in(tmp_path / "file/one"):
+        pass
+
+    def read_only(dir):
+        raise PermissionError(dir)
+
+    monkeypatch.setattr(runtime.tempfile, "TemporaryFile", read_only)
+    with pytest.raises(PermissionError), runtime.kept_in(tmp_path / "one"):
+        pass
+    assert numba_config.CACHE_DIR == ""
 
 
 def test_unwritable_cache_gives_a_temporary_one(numba_config, monkeypatch, tmp_path):
@@ -315,6 +334,18 @@ def test_old_kernel_caches_are_removed(numba_config, tmp_path):
     current = runtime.configure.__wrapped__()
     left = {path.name for path in (tmp_path / "kernels").iterdir()}
     assert left == {current.name, *(f"old{age}" for age in range(5, 12))}
+
+
+def test_the_kernel_cache_in_use_is_not_an_old_one(numba_config, tmp_path):
+    current = runtime.configure.__wrapped__()
+    os.utime(current, (1, 1))
+    for age in range(12):
+        old = tmp_path / "kernels" / f"old{age}"
+        old.mkdir()
+        os.utime(old, (age + 2, age + 2))
+    numba_config.CACHE_DIR = ""
+    assert runtime.configure.__wrapped__() == current
+    assert current.is_dir()
 
 
 def test_another_process_may_clean_up_too(numba_config, monkeypatch, tmp_path):

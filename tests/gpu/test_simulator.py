@@ -284,6 +284,42 @@ def test_a_missing_barrier_shows_since_odd_blocks_run_backwards():
     assert np.isnan(out[33:]).all()
 
 
+def reused_memory_kernel(out):
+    """Two turns of sums over the warps, through the same memory and with one barrier in each."""
+    shared = cuda.shared.array(2, float32)
+    t = cuda.threadIdx.x
+    for turn in range(2):
+        total = cuda.shfl_xor_sync(0xFFFFFFFF, float32(1 + turn), 1)
+        if t % 32 == 0:
+            shared[t // 32] = total
+        cuda.syncthreads()
+        out[(cuda.blockIdx.x * 2 + turn) * 64 + t] = shared[0] + shared[1]
+
+
+def test_memory_used_again_too_early_shows_since_one_warp_runs_ahead():
+    out = unwritten(4 * 64)
+    run(reused_memory_kernel, 2, 64, out)
+    sums = out.reshape(2, 2, 64)
+    np.testing.assert_array_equal(sums[0], [[2] * 32 + [3] * 32, [4] * 64])
+    np.testing.assert_array_equal(sums[1], [[3] * 32 + [2] * 32, [4] * 64])
+
+
+def first_segment_kernel(out):
+    """A shuffle, and then without a barrier what the other warp has written behind its own."""
+    shared = cuda.shared.array(2, float32)
+    warp = cuda.threadIdx.x // 32
+    shared[warp] = cuda.shfl_xor_sync(0xFFFFFFFF, float32(1), 1)
+    out[cuda.grid(1)] = shared[1 - warp]
+
+
+def test_a_warp_runs_ahead_from_its_start():
+    out = unwritten(128)
+    run(first_segment_kernel, 2, 64, out)
+    missing = np.isnan(out.reshape(4, 32))
+    assert missing[[0, 3]].all()
+    assert not missing[[1, 2]].any()
+
+
 # ---- types ---------------------------------------------------------------------------------------
 
 

@@ -91,6 +91,50 @@ def test_products(place, shape):
     np.testing.assert_allclose(gathered(out), initial + rounded @ d, atol=2e-3)
 
 
+@kernel(void(float32[::1], uint16[::1]), max_threads=128, exactly=(9, 0))
+def waiting_kernel(out, tiles):
+    """Two scores and a sum of two products: what their registers hold as each is waited for."""
+    tile = cuda.shared.array(0, uint16, alignment=1024)
+    first = cuda.local.array(32, float32)
+    second = cuda.local.array(32, float32)
+    p = cuda.local.array(16, int32)
+    total = cuda.local.array(32, float32)
+    thread = int32(cuda.threadIdx.x)
+    for i in range(thread, 4096, 128):
+        tile[i] = tiles[i]
+    for i in range(16):
+        p[i] = pack_bf16_in_order(float32(1), float32(1))
+    for i in range(32):
+        total[i] = float32(0)
+    fence_async_proxy()
+    cuda.syncthreads()
+    wgmma_abt(first, tile, 0, tile, 0, 64, 64)
+    wgmma_abt(second, tile, 0, tile, 0, 64, 64)
+    out[thread] = first[0]
+    wgmma_wait(second, 32, 1)  # first has finished, but second is named
+    out[128 + thread] = first[0] + second[0]
+    wgmma_wait(first, 32, 1)
+    out[256 + thread] = first[0]
+    out[384 + thread] = second[0]
+    wgmma_wait(second, 32, 0)
+    out[512 + thread] = second[0]
+    wgmma_ab(total, p, tile, 0, 64, 64)
+    wgmma_ab(total, p, tile, 0, 64, 64)
+    wgmma_wait(total, 32, 1)  # the second still adds to it
+    out[640 + thread] = total[0]
+    wgmma_wait(total, 32, 0)
+    out[768 + thread] = total[0]
+
+
+def test_the_simulator_gives_a_product_when_it_is_waited_for():
+    ones = float32_to_bf16(np.ones(4096, np.float32))
+    out = poisoned((7, 128))
+    waiting_kernel[1, 128, 8192](out, ones)
+    found = np.where(np.isnan(out), -1, out)
+    expected = [-1, -1, 64, -1, 64, -1, 128]
+    np.testing.assert_array_equal(found, np.tile(np.array(expected)[:, None], 128))
+
+
 @pytest.mark.parametrize("shape", [(64, 32, 64), (64, 64, 32)], ids=str)
 def test_tiles_are_whole_panels(shape):
     N, K, HS = shape

@@ -71,6 +71,15 @@ def test_five_steps(place, rng, N, weight_decay, with_copy):
         np.testing.assert_array_equal(copy, float32_to_bf16(p))
 
 
+def test_a_copy_that_is_not_bf16_is_refused(rng):
+    """It would be left as it is, as if there were none."""
+    params = rng.standard_normal(4).astype(np.float32)
+    ones, hyper = np.ones(1, np.float32), np.ones(3, np.float32)
+    arrays = [params, *(np.zeros(4, np.float32) for _ in range(3)), hyper, ones]
+    with pytest.raises(TypeError, match="copy is of float32; expected uint16"):
+        adamw_update(*arrays, BETA1, BETA2, EPS, 0.1, copy=np.zeros(4, np.float32))
+
+
 @pytest.mark.parametrize("N", SIZES)
 def test_reference(rng, monkeypatch, N):
     monkeypatch.setattr(module, "CHUNK", 16)
@@ -115,16 +124,17 @@ def test_against_pytorch(rng):
     assert relative_error(result, p.detach().numpy()) <= 1e-12
 
 
-def test_gradient_is_scaled(place, rng):
-    # A power of two, so that scaling is exact.
+# Powers of two, so that scaling is exact; and a zero, which is not negative.
+@pytest.mark.parametrize("scale", [0.25, 0.0])
+def test_gradient_is_scaled(place, rng, scale):
     params, gradients = problem(rng, 37, np.float32)
 
     def launch(*arguments):
         place.run(adamw_update, *arguments)
 
     for update in (launch, adamw_update_reference):
-        scaled = train(update, params, gradients, 0.1, scale=0.25)
-        expected = train(update, params, gradients * np.float32(0.25), 0.1)
+        scaled = train(update, params, gradients, 0.1, scale=scale)
+        expected = train(update, params, gradients * np.float32(scale), 0.1)
         for a, b in zip(scaled, expected, strict=True):
             np.testing.assert_array_equal(a, b)
         assert not np.array_equal(scaled[1], train(update, params, gradients, 0.1)[1])

@@ -199,7 +199,7 @@ ADDRESSES = [
 def test_an_array_off_the_16_byte_grid_is_refused(launcher, name):
     arrays = arrays_of(launcher, 16)
     shape = arrays[name].shape
-    arrays[name] = np.zeros(arrays[name].size + 1, np.float32)[1:].reshape(shape)
+    arrays[name] = np.zeros(arrays[name].size + 2, np.float32)[2:].reshape(shape)  # 8 bytes off
     assert " starts at 0x" in (message := refusal(launcher, arrays))
     assert "expected a multiple of 16 bytes" in message
 

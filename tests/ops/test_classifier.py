@@ -324,6 +324,13 @@ def test_sizes_that_do_not_fit(name):
         fused_classifier(**arrays, V=V)
 
 
+@pytest.mark.parametrize("V", [0, 17])
+def test_a_vocabulary_that_does_not_fit(V):
+    logits, losses = np.zeros((2, 16), np.float32), np.zeros(2, np.float32)
+    with pytest.raises(ValueError, match=f"V is {V}; expected 1 to 16, the columns of logits"):
+        fused_classifier(logits, losses, None, None, np.zeros(2, np.int32), V)
+
+
 def test_rows_that_are_not_whole_vectors():
     logits, losses = np.zeros((2, 10), np.float32), np.zeros(2, np.float32)
     with pytest.raises(ValueError, match="logits has rows of 10 elements of float32"):

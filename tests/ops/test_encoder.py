@@ -16,7 +16,8 @@ from numbagpt.ops.encoder import (
     token_runs,
 )
 
-SHAPES = [(1, 1, 4), (2, 37, 36), (3, 5, 128), (1, 2, 768)]
+# The second has 56 positions, as many as make a run long.
+SHAPES = [(1, 1, 4), (2, 28, 4), (2, 37, 36), (3, 5, 128), (1, 2, 768)]
 VOCABULARY = 61
 MAX_T = 40
 
@@ -109,9 +110,10 @@ def test_backward_of_runs_of_every_length(
     tokens = np.repeat(np.arange(len(lengths)), lengths)
     inp = np.random.default_rng(3).permutation(tokens).reshape(1, -1).astype(np.int32)
     rng = np.random.default_rng(4)
-    dwte = rng.standard_normal((len(lengths), 8)).astype(np.float32)
-    dwpe = rng.standard_normal((inp.size, 8)).astype(np.float32)
-    dout = rng.standard_normal((*inp.shape, 8)).astype(np.float32)
+    C = 24  # in float32 6 vectors, which two blocks share where a run is long
+    dwte = rng.standard_normal((len(lengths), C)).astype(np.float32)
+    dwpe = rng.standard_normal((inp.size, C)).astype(np.float32)
+    dout = rng.standard_normal((*inp.shape, C)).astype(np.float32)
     if storage == np.uint16:
         dout = bf16_to_float32(float32_to_bf16(dout))
     expected_dwte, expected_dwpe = plain_backward(dwte, dwpe, dout, inp)
@@ -119,6 +121,13 @@ def test_backward_of_runs_of_every_length(
     place.run(encoder_backward, dwte, dwpe, stored, inp, *token_runs(inp))
     assert relative_error(dwte, expected_dwte) <= 1e-6
     assert relative_error(dwpe, expected_dwpe) <= 1e-6
+
+
+def test_backward_of_more_vectors_than_32_bits_count() -> None:
+    one = np.zeros(1, np.float32)  # that many times over
+    dout = np.broadcast_to(one, (1 << 13, 1 << 10, 1028))
+    with pytest.raises(ValueError, match=r"^encoder_backward: dout has .* expected at most 343597"):
+        encoder_backward(one, one, dout, *[one.astype(np.int32)] * 3)
 
 
 @pytest.mark.ampere

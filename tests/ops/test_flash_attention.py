@@ -142,12 +142,14 @@ def skip_unless_supported(place, variant, HS, storage):
             pytest.skip(f"{variant} does not run on compute capability {cc}")
 
 
-# Under the simulator: both sides of a tile's end, several heads, one token.
+# Under the simulator: both sides of a tile's end, several heads, one token; and three tiles, so
+# that a tile's memory is used again, in two blocks, in which other warps run ahead.
 @pytest.mark.parametrize(
     ("variant", "storage", "B", "NH", "T", "HS"),
     [
-        ("wgmma", np.uint16, 1, 2, 70, 64),
-        ("wgmma", np.uint16, 1, 1, 37, 128),
+        ("wgmma", np.uint16, 1, 2, 63, 64),
+        ("wgmma", np.uint16, 1, 1, 70, 128),
+        ("wgmma", np.uint16, 1, 1, 193, 64),
         ("wgmma", np.uint16, 2, 1, 1, 64),
     ],
 )
@@ -311,6 +313,28 @@ def test_sizes_that_do_not_fit(name):
     if name in ("out", "qkv"):
         with pytest.raises(ValueError, match=f"{name} has"):
             flash_attention_forward(arrays["out"], arrays["lse"], arrays["qkv"])
+
+
+def test_nothing_is_written_where_the_sum_for_the_bias_does_not_fit():
+    p = Problem(1, 1, 3, 16)
+    arrays = {n: getattr(p, n) for n in ("dqkv", "dout", "qkv", "out", "lse", "scratch")}
+    shifted = np.zeros(p.scratch.size + 1, np.float32)[1:]
+    with pytest.raises(ValueError, match=r"flash_attention_backward: dqkvb has 47 elem.* 48$"):
+        flash_attention_backward(**arrays, dqkvb=p.dqkvb_before[:-1])
+    with pytest.raises(ValueError, match="flash_attention_backward: scratch starts at 0x"):
+        flash_attention_backward(**{**arrays, "scratch": shifted}, dqkvb=p.dqkvb_before)
+    assert (p.dqkv == 0xFFFF).all()
+
+
+def test_channels_that_are_not_whole_heads():
+    """9 heads of 16 channels are 144, and 8 more are whole vectors of 16 bytes."""
+    out, qkv, dqkv = (np.zeros((1, 3, n * 152), np.uint16) for n in (1, 3, 3))
+    lse, scratch = np.zeros((1, 9, 3), np.float32), np.zeros(10000, np.float32)
+    message = "out has 152 channels; expected a multiple of 9, the heads of lse"
+    with pytest.raises(ValueError, match=f"^flash_attention_forward: {message}"):
+        flash_attention_forward(out, lse, qkv)
+    with pytest.raises(ValueError, match=f"^flash_attention_backward: {message}"):
+        flash_attention_backward(dqkv, out, qkv, out, lse, scratch)
 
 
 @pytest.mark.parametrize("heads", [1, 25, 48, 49, 192, 300])

@@ -21,15 +21,17 @@ def gpu():
     return Place("cuda")
 
 
-# Under the simulator: both sides of a tile's end (64, and 32 for some), several heads, one token.
+# Under the simulator: both sides of a tile's end (64, and 32 for some), several heads, one token;
+# and three tiles, so that a tile's memory is used again, in two blocks, in which other warps run
+# ahead.
 @pytest.mark.parametrize(
     ("storage", "B", "NH", "T", "HS"),
     [
-        (BF16, 1, 1, 37, 64),
-        (BF16, 1, 2, 70, 16),
+        (BF16, 1, 1, 63, 64),
+        (BF16, 1, 1, 193, 16),
         (BF16, 2, 1, 1, 32),
         (BF16, 2, 3, 5, 16),
-        (FLOAT32, 1, 1, 37, 32),
+        (FLOAT32, 1, 1, 130, 32),
         (FLOAT32, 1, 1, 66, 16),
         (FLOAT32, 1, 2, 1, 16),
         (FLOAT32, 2, 3, 5, 16),

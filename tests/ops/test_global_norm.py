@@ -66,6 +66,14 @@ def test_no_clipping(place, max_norm):
     assert run_reference(grads, max_norm)[1] == 1
 
 
+def test_a_norm_as_small_as_the_epsilon(place):
+    """norm = max_norm = 1e-6: the epsilon halves the scale."""
+    grads = np.zeros(5, np.float32)
+    grads[3] = 1e-6
+    assert run(place, grads, 1e-6)[1] == pytest.approx(0.5, rel=1e-5)
+    assert run_reference(grads.astype(np.float64), 1e-6)[1] == pytest.approx(0.5, rel=1e-6)
+
+
 def test_zero_gradient(place):
     assert run(place, np.zeros(37, np.float32), 1.0) == (0, 1)
     assert run_reference(np.zeros(37), 1.0) == (0, 1)

@@ -14,6 +14,7 @@ from numbagpt.ops.layernorm import (
     layernorm_forward,
     layernorm_forward_reference,
 )
+from numbagpt.ops.layernorm_partials import sum_partials
 
 SHAPES = [(1, 1, 4), (1, 1, 768), (2, 37, 36), (3, 5, 128), (1, 3, 1600), (2, 1, 4096)]
 FORWARD = ("out", "mean", "rstd")
@@ -109,11 +110,12 @@ def test_backward_adds_the_gradients(place: Place, shape: tuple) -> None:
         assert relative_error(result[name], expected[name]) <= 1e-5, name
 
 
-@pytest.mark.parametrize(("N", "C"), [(48, 36), (13, 520), (3, 4096)])  # teams of 1, 3, 16 warps
+# Teams of 1, 3 and 16 warps; and two blocks, in which, under the simulator, other warps run ahead.
+@pytest.mark.parametrize(("blocks", "N", "C"), [(1, 48, 36), (2, 23, 520), (1, 3, 4096)])
 def test_backward_with_several_rows_for_each_team(
-    place: Place, monkeypatch: pytest.MonkeyPatch, N: int, C: int
+    place: Place, monkeypatch: pytest.MonkeyPatch, blocks: int, N: int, C: int
 ) -> None:
-    monkeypatch.setattr(backward_module, "MULTIPROCESSORS", 1)
+    monkeypatch.setattr(backward_module, "MULTIPROCESSORS", blocks)
     a = random_inputs((N, C))
     result, expected = run_backward(place, a), expected_backward(a)
     for name in BACKWARD:
@@ -121,11 +123,11 @@ def test_backward_with_several_rows_for_each_team(
 
 
 @pytest.mark.ampere
-@pytest.mark.parametrize(("N", "C"), [(37, 72), (13, 520)])
+@pytest.mark.parametrize(("blocks", "N", "C"), [(1, 37, 72), (2, 23, 520)])
 def test_backward_with_several_rows_for_each_team_in_bf16(
-    place: Place, monkeypatch: pytest.MonkeyPatch, N: int, C: int
+    place: Place, monkeypatch: pytest.MonkeyPatch, blocks: int, N: int, C: int
 ) -> None:
-    monkeypatch.setattr(backward_module, "MULTIPROCESSORS", 1)
+    monkeypatch.setattr(backward_module, "MULTIPROCESSORS", blocks)
     a = random_inputs((N, C))
     half = {k: float32_to_bf16(a[k]) for k in ("inp", "weight", "dout", "dinp")}
     a |= {name: bf16_to_float32(bits) for name, bits in half.items()}
@@ -161,6 +163,26 @@ def test_backward_overwrites(place: Place, shape: tuple) -> None:
         assert relative_error(result[name], expected[name]) <= 1e-5, name
     expected_total = expected["dinp"].reshape(-1, shape[-1]).sum(axis=0)
     assert relative_error(total, expected_total) <= 1e-5
+
+
+# Fewer than the 32 rows that a block reads at once, as many, one more; five times as many, which is
+# a turn, and more. Several strips of 32 columns, the last in part.
+@pytest.mark.parametrize("with_residual", [False, True])
+@pytest.mark.parametrize("blocks", [1, 31, 32, 33, 132, 161])
+def test_partial_sums_of_any_number_of_blocks(
+    place: Place, blocks: int, with_residual: bool
+) -> None:
+    C, sums = 36, 3 if with_residual else 2
+    rng = np.random.default_rng(blocks)
+    partials = poisoned((blocks + 1, sums, C))  # the scratch may be larger
+    partials[:blocks] = rng.standard_normal((blocks, sums, C))
+    before = rng.standard_normal((3, C)).astype(np.float32)
+    dweight, dbias, dresidual_sum = (row.copy() for row in before)
+    last = dresidual_sum if with_residual else None
+    place.run(sum_partials, dweight, dbias, last, partials, blocks)
+    expected = before.astype(np.float64)
+    expected[:sums] += partials[:blocks].sum(axis=0, dtype=np.float64)
+    assert relative_error(np.stack([dweight, dbias, dresidual_sum]), expected) <= 1e-6
 
 
 def test_backward_gives_the_same_bits_again(place: Place) -> None:
