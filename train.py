@@ -241,7 +241,7 @@ def main(argv: list[str] | None = None) -> int:
         from numbagpt.settings import fill_in_defaults, find_model, summary
         from numbagpt.state import plan_model
         from numbagpt.training import Trainer
-    with output_folder(options.output_dir), locked(options.output_dir, "another run"):
+    with output_folder(options.output_dir), locked(options.output_dir):
         device, processor = cli.choose_device(options)
         config, source, make_parameters = find_model(
             options.model, options.seed, options.output_dir

@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import os
+import re
 import resource
 import shutil
 import stat
@@ -78,9 +79,7 @@ def test_an_interrupted_write_leaves_what_was_there(tmp_path, interruption, exis
     assert not existed or path.read_bytes() == b"old"
 
 
-def test_a_killed_process_leaves_the_old_file(tmp_path):
-    path = tmp_path / "a.bin"
-    path.write_bytes(b"old")
+def killed_while_writing(path):
     program = (
         "import os, signal, sys\n"
         "from numbagpt.files import atomic_write\n"
@@ -90,6 +89,12 @@ def test_a_killed_process_leaves_the_old_file(tmp_path):
     )
     status = subprocess.run([sys.executable, "-c", program, str(path)], check=False).returncode
     assert status == -9
+
+
+def test_a_killed_process_leaves_the_old_file(tmp_path):
+    path = tmp_path / "a.bin"
+    path.write_bytes(b"old")
+    killed_while_writing(path)
     assert path.read_bytes() == b"old"
     with atomic_write(path) as file:
         file.write(b"new")
@@ -308,6 +313,16 @@ def test_no_empty_folders(tmp_path):
         assert sorted(tmp_path.rglob("*")) == sorted([tmp_path / "a", *left])
 
 
+def test_a_folder_that_another_has_locked_stays(tmp_path):
+    """Of two programs that began at once, both found it missing, and one was refused."""
+    folder = tmp_path / "a" / "b"
+    with contextlib.ExitStack() as other:
+        with no_empty_folders(folder):
+            folder.mkdir(parents=True)
+            other.enter_context(locked(folder))
+        assert folder.is_dir()
+
+
 @pytest.mark.parametrize("read", [file_size, read_bytes])
 def test_reading_what_is_not_a_file(tmp_path, read):
     os.mkfifo(tmp_path / "pipe")
@@ -378,24 +393,37 @@ def test_a_path_in_a_command_is_one_argument_and_that_path(tmp_path, name):
 HOLDER = """
 import sys, time
 from numbagpt.files import locked
-with locked(sys.argv[1], "a run"):
+with locked(sys.argv[1]):
     print("locked", flush=True)
     time.sleep(600)
 """
 
 
 def test_a_folder_is_locked_for_one_at_a_time(tmp_path):
-    with locked(tmp_path, "a run"):
-        with pytest.raises(UserError) as error, locked(tmp_path, "another run"):
+    with locked(tmp_path):
+        with pytest.raises(UserError) as error, locked(tmp_path):
             pytest.fail("two hold it")
         assert one_line(error) == (
-            f"another run is going on in folder {tmp_path}; expected one at a time; wait for its "
+            f"another program writes to folder {tmp_path}; expected one at a time; wait for its "
             "end or name another folder"
         )
-    with pytest.raises(ValueError, match="of the block"), locked(tmp_path, "a run"):
+    with pytest.raises(ValueError, match="of the block"), locked(tmp_path):
         raise ValueError("of the block")
-    with locked(tmp_path, "a run"):
+    with locked(tmp_path):
         assert names(tmp_path) == []
+
+
+def test_who_locks_a_folder_removes_what_was_left_of_models(tmp_path):
+    for name in ("model_00000001.bin", "model.safetensors", "a_train_000000.bin"):
+        killed_while_writing(tmp_path / name)
+    kept = ["model_00000001.bin", "notes.tmp", ".model.tmp"]
+    for name in kept:
+        (tmp_path / name).touch()
+    assert len(names(tmp_path)) == 6
+    with locked(tmp_path):
+        # shards are written to folders that others may have locked
+        (shard,) = set(names(tmp_path)) - set(kept)
+    assert re.fullmatch(r"\.a_train_000000\.bin\.[0-9a-f]{8}\.tmp", shard)
 
 
 def test_a_lock_does_not_outlive_a_process_that_is_killed(tmp_path):
@@ -405,10 +433,10 @@ def test_a_lock_does_not_outlive_a_process_that_is_killed(tmp_path):
         env=os.environ | {"PYTHONPATH": str(Path(files.__file__).parents[1])},
     ) as holder:
         assert holder.stdout.readline() == b"locked\n"
-        with pytest.raises(UserError, match="a run is going on"), locked(tmp_path, "a run"):
+        with pytest.raises(UserError, match="another program writes"), locked(tmp_path):
             pytest.fail("two hold it")
         holder.kill()
-    with locked(tmp_path, "a run"):
+    with locked(tmp_path):
         pass
 
 
@@ -420,6 +448,6 @@ def test_where_there_are_no_locks_nobody_is_stopped(tmp_path, monkeypatch, refus
     fcntl = pytest.importorskip("fcntl")
     monkeypatch.setattr(fcntl, "flock", flock)
     before = len(os.listdir("/dev/fd"))
-    with locked(tmp_path, "a run"), locked(tmp_path, "a run"):
+    with locked(tmp_path), locked(tmp_path):
         pass
     assert len(os.listdir("/dev/fd")) == before
