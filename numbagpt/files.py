@@ -30,6 +30,14 @@ STORED_AS = {"float32": "<f4", "float16": "<f2", "bfloat16": "<u2"}
 # Network and FUSE file systems answer fsync with one of these; the write itself has succeeded.
 _NO_FSYNC = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
 
+# What a user can do about the system's refusals; the others are too rare or say it themselves.
+_FIXES = {
+    **dict.fromkeys((errno.ENOENT, errno.ENOTDIR), "; check the path"),
+    **dict.fromkeys((errno.EACCES, errno.EPERM), "; check the permissions"),
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "; make room or name another folder"),
+    errno.EROFS: "; name another folder",
+}
+
 # What atomic_write leaves of a model's files when its process is killed.
 _LEFTOVER = re.compile(r"\.model.*\.[0-9a-f]{8}\.tmp")
 
@@ -164,14 +172,25 @@ def locked(folder: str | os.PathLike) -> Iterator[None]:
 
 @contextlib.contextmanager
 def explained(what: str) -> Iterator[None]:
-    """Turn the operating system's refusals into one line: `what`, then the system's reason.
+    """Turn the operating system's refusals into one line: `what`, the system's reason, a remedy.
 
     The block should do only what `what` speaks of: every OSError in it becomes that UserError.
     """
     try:
         yield
     except OSError as error:
-        raise UserError(f"{what}: {error.strerror or error}") from error
+        fix = _FIXES.get(error.errno, "")
+        raise UserError(f"{what}: {error.strerror or error}{fix}") from error
+
+
+def exists(path: str | os.PathLike) -> bool:
+    """Whether there is such a file or folder; UserError if that cannot be told (permissions)."""
+    with explained(f"cannot read {path}"):
+        try:
+            os.stat(path)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+    return True
 
 
 def file_size(path: str | os.PathLike) -> int:
@@ -180,10 +199,7 @@ def file_size(path: str | os.PathLike) -> int:
     Raises UserError if there is none: nothing there, a folder, a pipe, no permission.
     """
     with explained(f"cannot read {path}"):
-        try:
-            size = os.stat(path).st_size
-        except FileNotFoundError as error:
-            raise UserError(f"cannot read {path}: {error.strerror}; check the path") from error
+        size = os.stat(path).st_size
         if not os.path.isfile(path):
             raise UserError(f"cannot read {path}: it is not a regular file")
     return size

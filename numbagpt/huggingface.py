@@ -225,7 +225,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not JSON ({error}); download it again") from error
     if not isinstance(fields, dict):
-        raise UserError(f"{path} holds a {type(fields).__name__}; expected a JSON object")
+        raise UserError(f"{path} is JSON of type {type(fields).__name__}; expected an object")
     return fields
 
 

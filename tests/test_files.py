@@ -21,6 +21,7 @@ from numbagpt.files import (
     check_room,
     check_writable_file,
     check_writable_folder,
+    exists,
     file_size,
     locked,
     no_empty_folders,
@@ -122,8 +123,13 @@ def test_data_reaches_the_disk_before_the_rename(tmp_path, monkeypatch):
     assert events == [("fsync", 5), ("replace", "a.bin"), ("fsync", "folder")]
 
 
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EDQUOT])
-def test_a_failing_disk_is_reported_and_the_old_file_stays(tmp_path, monkeypatch, code):
+ROOM = "; make room or name another folder"
+
+
+@pytest.mark.parametrize(
+    ("code", "fix"), [(errno.ENOSPC, ROOM), (errno.EIO, ""), (errno.EDQUOT, ROOM)]
+)
+def test_a_failing_disk_is_reported_and_the_old_file_stays(tmp_path, monkeypatch, code, fix):
     path = tmp_path / "a.bin"
     path.write_bytes(b"old")
 
@@ -133,7 +139,7 @@ def test_a_failing_disk_is_reported_and_the_old_file_stays(tmp_path, monkeypatch
     monkeypatch.setattr(os, "fsync", refuse)
     with pytest.raises(UserError) as error, atomic_write(path) as file:
         file.write(b"new")
-    assert one_line(error) == f"cannot write {path}: {os.strerror(code)}"
+    assert one_line(error) == f"cannot write {path}: {os.strerror(code)}{fix}"
     assert path.read_bytes() == b"old"
     assert names(tmp_path) == ["a.bin"]
 
@@ -168,8 +174,8 @@ def test_a_write_refused_half_way(tmp_path, limit_file_size):
 @pytest.mark.parametrize(
     ("where", "reason"),
     [
-        ("missing/a.bin", os.strerror(errno.ENOENT)),
-        ("file/a.bin", os.strerror(errno.ENOTDIR)),
+        ("missing/a.bin", f"{os.strerror(errno.ENOENT)}; check the path"),
+        ("file/a.bin", f"{os.strerror(errno.ENOTDIR)}; check the path"),
         ("folder", "it exists and is not a regular file; move it or name another"),
         ("x" * 300, os.strerror(errno.ENAMETOOLONG)),
     ],
@@ -223,7 +229,7 @@ def test_check_writable_folder_refusals(tmp_path, monkeypatch):
     (tmp_path / "file").write_bytes(b"")
     for path, reason in [
         (tmp_path / "file", "a file of that name exists; name another folder"),
-        (tmp_path / "file" / "below", os.strerror(errno.ENOTDIR)),
+        (tmp_path / "file" / "below", f"{os.strerror(errno.ENOTDIR)}; check the path"),
     ]:
         with pytest.raises(UserError) as error:
             check_writable_folder(path)
@@ -233,7 +239,7 @@ def test_check_writable_folder_refusals(tmp_path, monkeypatch):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
     monkeypatch.setattr(files.tempfile, "NamedTemporaryFile", refuse)
-    with pytest.raises(UserError, match=r"cannot write to folder .*: Permission denied"):
+    with pytest.raises(UserError, match=r"cannot write to folder .*: Permission denied; check the"):
         check_writable_folder(tmp_path)
 
 
@@ -262,7 +268,7 @@ def test_check_writable_file_changes_nothing(tmp_path):
 
 
 def test_check_writable_file_refusals(tmp_path):
-    missing = os.strerror(errno.ENOENT)
+    missing = f"{os.strerror(errno.ENOENT)}; check the path"
     gone = tmp_path / "gone" / "a.bin"
     (tmp_path / "folder").mkdir()
     (tmp_path / "link").symlink_to(gone)
@@ -321,6 +327,16 @@ def test_a_folder_that_another_has_locked_stays(tmp_path):
             folder.mkdir(parents=True)
             other.enter_context(locked(folder))
         assert folder.is_dir()
+
+
+def test_exists(tmp_path):
+    (tmp_path / "file").touch()
+    (tmp_path / "loop").symlink_to("loop")
+    for name, there in [(".", True), ("file", True), ("none", False), ("file/none", False)]:
+        assert exists(tmp_path / name) == there
+    with pytest.raises(UserError) as error:
+        exists(tmp_path / "loop")
+    assert one_line(error) == f"cannot read {tmp_path / 'loop'}: {os.strerror(errno.ELOOP)}"
 
 
 @pytest.mark.parametrize("read", [file_size, read_bytes])

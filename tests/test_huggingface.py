@@ -232,7 +232,7 @@ def test_configs_that_are_not_ours(tmp_path, field, value, message):
         (b"\xff\xfe\x00", "is not JSON"),
         (b"[" * 200_000, "is not JSON"),
         (b"1" * 5000, "is not JSON"),
-        (b"[1, 2]", "holds a list; expected a JSON object"),
+        (b"[1, 2]", "is JSON of type list; expected an object"),
     ],
 )
 def test_damaged_config(tmp_path, content, message):
