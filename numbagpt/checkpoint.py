@@ -212,7 +212,8 @@ def _steps(folder: Path) -> dict[Path, int]:
 def export(source: str | os.PathLike, folder: str | os.PathLike) -> int:
     """Write the model at `source` as a Hugging Face folder; returns its number of parameters.
 
-    Raises UserError if the model cannot be loaded, the folder not written, or if it holds a model.
+    Raises UserError if the model cannot be loaded or has weights that are not finite, and if the
+    folder cannot be written or holds a model.
     A folder of training checkpoints is refused: a config.json would hide them from `load_model`.
     """
     folder = Path(folder)
@@ -220,6 +221,11 @@ def export(source: str | os.PathLike, folder: str | os.PathLike) -> int:
         raise UserError(f"{folder} holds training checkpoints; export to another folder")
     huggingface.check_vacant(folder)  # before the model is read, which takes a while
     config, parameters = load_model(source)
+    for name, array in parameters.items():
+        if not np.isfinite(array).all():
+            raise UserError(
+                f"{source} is damaged: some numbers of {name} are not finite; export another model"
+            )
     huggingface.write(folder, config, parameters)
     padding = (config.padded_vocab_size - config.vocab_size) * config.channels
     return sum(array.size for array in parameters.values()) - padding
