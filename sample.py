@@ -5,7 +5,6 @@ python sample.py --checkpoint gpt2/ --prompt "In a shocking finding," --top_k 50
 """
 
 import argparse
-import os
 import sys
 from typing import TYPE_CHECKING
 
@@ -65,15 +64,15 @@ def load(options: argparse.Namespace) -> "GPT2":
 def main(argv: list[str] | None = None) -> int:
     """Sample as the command line says; returns the exit status."""
     options = parse_arguments(argv)
-    if not os.path.exists(options.checkpoint):
+    with cli.loading():
+        import numpy as np
+
+        from numbagpt import files, sampling, tokenizer
+    if not files.exists(options.checkpoint):
         raise UserError(
             f"--checkpoint {options.checkpoint}: there is no such file or folder; "
             "python train.py makes one"
         )
-    with cli.loading():
-        import numpy as np
-
-        from numbagpt import sampling, tokenizer
     model = load(options)
     prompt = tokenizer.encode(options.prompt)
     if len(prompt) > model.T:
