@@ -10,6 +10,7 @@ The flags carry the names of llm.c's trainer. python -m numbagpt.data makes the 
 """
 
 import argparse
+import contextlib
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -106,8 +107,11 @@ class Run:
         with self.interrupt, np.errstate(all="ignore"):
             try:
                 return self.all_steps(in_flight)
-            except OSError:  # standard output is gone, and with it the place to say anything
+            except OSError as error:  # standard output is gone
                 self.save_silently()
+                with contextlib.suppress(OSError):  # so may be the other one
+                    reason = f"{error.strerror or error}; {self.progress.what_was_saved()}"
+                    print(f"stopped after step {self.trainer.steps}: {reason}", file=sys.stderr)
                 raise
 
     def all_steps(self, in_flight: int) -> int:
@@ -223,7 +227,10 @@ class Run:
         if path == self.progress.last_checkpoint:
             return None
         path.parent.mkdir(parents=True, exist_ok=True)  # somebody may have removed it meanwhile
-        write_model(path, self.model.config, self.model.each_parameter())
+        try:
+            write_model(path, self.model.config, self.model.each_parameter())
+        except UserError as error:
+            raise UserError(f"{error}; {self.progress.what_was_saved()}") from error
         self.progress.last_checkpoint = path
         return path
 
