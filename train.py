@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 SAMPLE_TOKENS, SAMPLE_TEMPERATURE = 64, 0.8
 STOPPING = "stopping; a checkpoint of the last whole step follows (Ctrl-C again: at once, without)"
+SIMULATED = "; until then the simulator may take minutes"
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -92,7 +93,8 @@ class Run:
     ) -> None:
         self.trainer, self.model, self.options = trainer, trainer.model, options
         self.batches, self.val_loader, self.progress = batches, val_loader, progress
-        self.interrupt = cli.Interrupt(STOPPING)
+        notice = STOPPING + SIMULATED * (self.model.device.name == "sim")
+        self.interrupt = cli.Interrupt(notice)
         self.only_batch = batches.next_batch() if options.overfit_single_batch else None
 
     def train(self) -> int:

@@ -211,6 +211,14 @@ def at_call(monkeypatch):
     return patch
 
 
+def test_ctrl_c_in_the_simulator_is_told_how_long_it_takes(flags, at_call, capfd):
+    at_call(train.Run, "next_batch", 1, ctrl_c)
+    assert train.main(flags(device="sim", batch_size=1, num_iterations=1)) == 130
+    assert (
+        capfd.readouterr().err == f"{train.STOPPING}; until then the simulator may take minutes\n"
+    )
+
+
 def test_ctrl_c_within_a_step_leaves_the_step_out(flags, tmp_path, at_call, capfd):
     # Three batches a step; Ctrl-C comes before the eighth, the second of the third step.
     train.main(flags(total_batch_size=48, checkpoint_every=2, output_dir=tmp_path / "whole"))
