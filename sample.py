@@ -27,7 +27,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         cli.DEFAULT_OUTPUT_DIR,
         "a model .bin, a run's output folder (its highest step) or a Hugging Face folder",
     )
-    parser.text("--prompt", "what to go on from (default: none, the beginning of a text)")
+    parser.text("--prompt", "what to go on from; <|endoftext|> in it is plain text (default: none)")
     parser.flag("--max_new_tokens", count, 256, "stop there, if the text does not end before")
     parser.flag("--num_samples", count, 1, "texts")
     parser.section("how tokens are chosen")

@@ -53,7 +53,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     flag("--batch_size", count, None, "B (default: what makes 4096 tokens on a GPU, 512 elsewhere)")
     flag("--sequence_length", count, None, "T (default: 1024 on a GPU, 64 elsewhere, or less)")
     flag("--total_batch_size", count, None, "tokens a step, a multiple of B*T (default: B*T)")
-    flag("--val_max_steps", count, 20, "batches of a validation")
+    flag("--val_max_steps", count, 20, "batches of a validation, or all if there are fewer")
     parser.switch("--overfit_single_batch", "train on the first batch only")
     parser.section("optimization")
     flag("--num_iterations", count, None, "steps (default: 1000 on a GPU, 100 elsewhere)")
