@@ -5,7 +5,6 @@ python sample.py --checkpoint gpt2/ --prompt "In a shocking finding," --top_k 50
 """
 
 import argparse
-import os
 import sys
 from typing import TYPE_CHECKING
 
@@ -28,7 +27,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         cli.DEFAULT_OUTPUT_DIR,
         "a model .bin, a run's output folder (its highest step) or a Hugging Face folder",
     )
-    parser.text("--prompt", "what to go on from (default: none, the beginning of a text)")
+    parser.text("--prompt", "what to go on from; <|endoftext|> in it is plain text (default: none)")
     parser.flag("--max_new_tokens", count, 256, "stop there, if the text does not end before")
     parser.flag("--num_samples", count, 1, "texts")
     parser.section("how tokens are chosen")
@@ -65,15 +64,15 @@ def load(options: argparse.Namespace) -> "GPT2":
 def main(argv: list[str] | None = None) -> int:
     """Sample as the command line says; returns the exit status."""
     options = parse_arguments(argv)
-    if not os.path.exists(options.checkpoint):
+    with cli.loading():
+        import numpy as np
+
+        from numbagpt import files, sampling, tokenizer
+    if not files.exists(options.checkpoint):
         raise UserError(
             f"--checkpoint {options.checkpoint}: there is no such file or folder; "
             "python train.py makes one"
         )
-    with cli.loading():
-        import numpy as np
-
-        from numbagpt import sampling, tokenizer
     model = load(options)
     prompt = tokenizer.encode(options.prompt)
     if len(prompt) > model.T:

@@ -10,6 +10,7 @@ The flags carry the names of llm.c's trainer. python -m numbagpt.data makes the 
 """
 
 import argparse
+import contextlib
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 SAMPLE_TOKENS, SAMPLE_TEMPERATURE = 64, 0.8
 STOPPING = "stopping; a checkpoint of the last whole step follows (Ctrl-C again: at once, without)"
+SIMULATED = "; until then the simulator may take minutes"
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -51,7 +53,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     flag("--batch_size", count, None, "B (default: what makes 4096 tokens on a GPU, 512 elsewhere)")
     flag("--sequence_length", count, None, "T (default: 1024 on a GPU, 64 elsewhere, or less)")
     flag("--total_batch_size", count, None, "tokens a step, a multiple of B*T (default: B*T)")
-    flag("--val_max_steps", count, 20, "batches of a validation")
+    flag("--val_max_steps", count, 20, "batches of a validation, or all if there are fewer")
     parser.switch("--overfit_single_batch", "train on the first batch only")
     parser.section("optimization")
     flag("--num_iterations", count, None, "steps (default: 1000 on a GPU, 100 elsewhere)")
@@ -91,7 +93,8 @@ class Run:
     ) -> None:
         self.trainer, self.model, self.options = trainer, trainer.model, options
         self.batches, self.val_loader, self.progress = batches, val_loader, progress
-        self.interrupt = cli.Interrupt(STOPPING)
+        notice = STOPPING + SIMULATED * (self.model.device.name == "sim")
+        self.interrupt = cli.Interrupt(notice)
         self.only_batch = batches.next_batch() if options.overfit_single_batch else None
 
     def train(self) -> int:
@@ -106,8 +109,11 @@ class Run:
         with self.interrupt, np.errstate(all="ignore"):
             try:
                 return self.all_steps(in_flight)
-            except OSError:  # standard output is gone, and with it the place to say anything
+            except OSError as error:  # standard output is gone
                 self.save_silently()
+                with contextlib.suppress(OSError):  # so may be the other one
+                    reason = f"{error.strerror or error}; {self.progress.what_was_saved()}"
+                    print(f"stopped after step {self.trainer.steps}: {reason}", file=sys.stderr)
                 raise
 
     def all_steps(self, in_flight: int) -> int:
@@ -223,7 +229,10 @@ class Run:
         if path == self.progress.last_checkpoint:
             return None
         path.parent.mkdir(parents=True, exist_ok=True)  # somebody may have removed it meanwhile
-        write_model(path, self.model.config, self.model.each_parameter())
+        try:
+            write_model(path, self.model.config, self.model.each_parameter())
+        except UserError as error:
+            raise UserError(f"{error}; {self.progress.what_was_saved()}") from error
         self.progress.last_checkpoint = path
         return path
 
@@ -241,7 +250,7 @@ def main(argv: list[str] | None = None) -> int:
         from numbagpt.settings import fill_in_defaults, find_model, summary
         from numbagpt.state import plan_model
         from numbagpt.training import Trainer
-    with output_folder(options.output_dir), locked(options.output_dir, "another run"):
+    with output_folder(options.output_dir), locked(options.output_dir):
         device, processor = cli.choose_device(options)
         config, source, make_parameters = find_model(
             options.model, options.seed, options.output_dir

@@ -25,6 +25,7 @@ if __name__ == "__main__":  # before the imports, so that Ctrl-C is answered whi
 import math
 import os
 import re
+import struct
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -43,7 +44,7 @@ from numbagpt.files import (
     read_bytes,
     read_floats,
 )
-from numbagpt.magics import FILE_OF_MAGIC, MODEL_MAGIC
+from numbagpt.magics import MODEL_MAGIC, kind_of_file
 from numbagpt.tensors import parameter_shapes
 
 STORED_IN_VERSION = {3: "float32", 5: "bfloat16"}
@@ -211,7 +212,8 @@ def _steps(folder: Path) -> dict[Path, int]:
 def export(source: str | os.PathLike, folder: str | os.PathLike) -> int:
     """Write the model at `source` as a Hugging Face folder; returns its number of parameters.
 
-    Raises UserError if the model cannot be loaded, the folder not written, or if it holds a model.
+    Raises UserError if the model cannot be loaded or has weights that are not finite, and if the
+    folder cannot be written or holds a model.
     A folder of training checkpoints is refused: a config.json would hide them from `load_model`.
     """
     folder = Path(folder)
@@ -219,6 +221,11 @@ def export(source: str | os.PathLike, folder: str | os.PathLike) -> int:
         raise UserError(f"{folder} holds training checkpoints; export to another folder")
     huggingface.check_vacant(folder)  # before the model is read, which takes a while
     config, parameters = load_model(source)
+    for name, array in parameters.items():
+        if not np.isfinite(array).all():
+            raise UserError(
+                f"{source} is damaged: some numbers of {name} are not finite; export another model"
+            )
     huggingface.write(folder, config, parameters)
     padding = (config.padded_vocab_size - config.vocab_size) * config.channels
     return sum(array.size for array in parameters.values()) - padding
@@ -249,10 +256,12 @@ def _read_header(
             f"{path} has {size:,} bytes; expected a model .bin, whose header alone has "
             f"{HEADER_BYTES:,}; the file is empty, truncated or something else"
         )
-    header = [int(number) for number in np.frombuffer(read_bytes(path, HEADER_BYTES), "<i4")]
-    magic, version, max_seq_len, V, L, NH, C, stored_Vp = header[:8]
+    start = read_bytes(path, HEADER_BYTES)
+    magic, version, max_seq_len, V, L, NH, C, stored_Vp = struct.unpack("<8i", start[:32])
     if magic != MODEL_MAGIC:
-        raise UserError(f"{path} {_foreign(magic)}; expected a model .bin, magic {MODEL_MAGIC}")
+        kind = kind_of_file(start)
+        what = f"is {kind}" if kind else f"starts with {magic}"
+        raise UserError(f"{path} {what}; expected a model .bin, magic {MODEL_MAGIC}")
     if version not in STORED_IN_VERSION:
         raise UserError(
             f"{path} is a model .bin of version {version}; expected 3 (float32) or 5 (bfloat16); "
@@ -283,15 +292,6 @@ def _model_bytes(shapes: Mapping[str, tuple[int, ...]], stored: str) -> int:
     """The size of a model .bin."""
     numbers = sum(math.prod(shape) for shape in shapes.values())
     return HEADER_BYTES + numbers * np.dtype(STORED_AS[stored]).itemsize
-
-
-def _foreign(magic: int) -> str:
-    """What a file that starts with `magic` is, as the rest of a sentence."""
-    if magic in FILE_OF_MAGIC:
-        return f"is {FILE_OF_MAGIC[magic]}"
-    if magic == int(np.int32(MODEL_MAGIC).byteswap()):
-        return "is a model written on a big-endian machine"
-    return f"starts with {magic}"
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -8,7 +8,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from importlib import import_module
-from typing import TYPE_CHECKING, NoReturn, TypeVar
+from typing import TYPE_CHECKING, NoReturn, TextIO, TypeVar
 
 from numbagpt.errors import UserError
 from numbagpt.modes import ATTENTIONS, PRECISIONS
@@ -64,6 +64,10 @@ class Parser(argparse.ArgumentParser):
     def switch(self, name: str, text: str) -> None:
         """Add a flag without a value."""
         self._section.add_argument(name, action="store_true", help=text)
+
+    def print_help(self, file: TextIO | None = None) -> None:
+        """Print --help; OSError if that cannot be written, of which argparse says nothing."""
+        print(self.format_help(), end="", file=file)
 
     def error(self, message: str) -> NoReturn:
         """Print the line and exit with status 2, as argparse does, without the usage."""

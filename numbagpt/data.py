@@ -54,6 +54,7 @@ from numbagpt.shards import MAX_TOKENS
 from numbagpt.tokenizer import END_OF_TEXT, encode_array
 
 DEFAULT_FRACTION = Fraction(1, 10)
+MIN_SHARD_TOKENS = 1024  # smaller ones are no use to train on, and very many files
 MAX_DIGITS = 18  # of --val_fraction; no data set has more documents
 # One task of a worker: long enough to be worth handing over, short enough to end soon on Ctrl-C.
 TASK_CHARACTERS = 2**18
@@ -82,7 +83,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--shard_tokens",
-        type=number(int, 1, MAX_TOKENS),
+        type=number(int, MIN_SHARD_TOKENS, MAX_TOKENS),
         default=100_000_000,
         metavar="N",
         help="tokens of a shard (default: 100,000,000)",
@@ -95,7 +96,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         metavar="N",
         help="threads that tokenize; the result does not depend on it (default: one a core)",
     )
-    parser.add_argument("--name", help="of the shards (default: that of a single input, or data)")
+    parser.add_argument(
+        "--name", type=_name, help="of the shards (default: that of a single input, or data)"
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace shards of that name")
     return parser.parse_args(argv)
 
@@ -115,13 +118,22 @@ def _fraction(text: str) -> Fraction:
     return value
 
 
+def _name(text: str) -> str:
+    if not text.strip(".") or Path(text).name != text:
+        raise argparse.ArgumentTypeError(f"{text!r} is not the beginning of a file name")
+    return text
+
+
 def run(args: argparse.Namespace) -> int:
     """Make the shards that the arguments ask for and say how to train on them."""
-    tiny = args.inputs == [tinyshakespeare.NAME] and not Path(tinyshakespeare.NAME).exists()
+    tiny = tinyshakespeare.NAME in args.inputs and not Path(tinyshakespeare.NAME).exists()
+    if tiny and len(args.inputs) > 1:
+        raise UserError(
+            "tinyshakespeare is fetched by itself, and there is no file of that name; give it no "
+            "other INPUT beside it"
+        )
     files = [] if tiny else find_files(args.inputs)
-    name = _name_of(args.inputs) if args.name is None else args.name
-    if not name.strip(".") or Path(name).name != name:
-        raise UserError(f"--name is '{name}'; expected the beginning of a file name")
+    name = args.name or _name_of(args.inputs)
     with open_shards(Path(args.output_dir), name, args.shard_tokens, args.overwrite) as writer:
         if tiny:
             write_tinyshakespeare(writer, args)
@@ -242,11 +254,12 @@ def _encode(task: list[Part]) -> list[tuple[str, np.ndarray]]:
 
 
 def _name_of(inputs: list[str]) -> str:
-    """What a single input is called, without .gz and .txt or the like."""
+    """What a single input is called, without .gz and .txt or the like; data if that is no name."""
     if len(inputs) > 1:
         return "data"
     path = Path(inputs[0]).resolve()
-    return path.name if path.is_dir() else without_gz(path).stem
+    name = path.name if path.is_dir() else without_gz(path).stem
+    return name if name.strip(".") else "data"
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from numbagpt.errors import UserError
-from numbagpt.files import file_size, shell_path
+from numbagpt.files import explained, file_size, shell_path
 
 BLOCK_BYTES = 2**18
 # With no white space for so long, a text is cut anywhere: memory stays bounded.
@@ -112,26 +112,26 @@ def _open(path: Path) -> Iterator[tuple[BinaryIO, BinaryIO]]:
 
     Inside the block, what goes wrong in reading becomes a UserError.
     """
-    try:
-        with open(path, "rb") as file:
-            if not _is_gzip(path):
-                yield file, file
-                return
-            with gzip.open(file) as stream:
-                yield file, stream
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise UserError(
-            f"{path} is not a whole gzip file: {error}; copy or make it again"
-        ) from error
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from error
+    with explained(f"cannot read {path}"):
+        try:
+            with open(path, "rb") as file:
+                if not _is_gzip(path):
+                    yield file, file
+                    return
+                with gzip.open(file) as stream:
+                    yield file, stream
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise UserError(
+                f"{path} is not a whole gzip file: {error}; copy or make it again"
+            ) from error
 
 
 def _walk(top: Path) -> Iterator[Path]:
     """Everything below a folder that is not a folder, links followed."""
 
     def refuse(error: OSError) -> None:
-        raise UserError(f"cannot read folder {error.filename}: {error.strerror}") from error
+        with explained(f"cannot read folder {error.filename}"):
+            raise error
 
     seen = set()
     for folder, below, files in os.walk(top, onerror=refuse, followlinks=True):

@@ -10,6 +10,7 @@ import contextlib
 import errno
 import math
 import os
+import re
 import secrets
 import shlex
 import shutil
@@ -28,6 +29,17 @@ STORED_AS = {"float32": "<f4", "float16": "<f2", "bfloat16": "<u2"}
 
 # Network and FUSE file systems answer fsync with one of these; the write itself has succeeded.
 _NO_FSYNC = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
+
+# What a user can do about the system's refusals; the others are too rare or say it themselves.
+_FIXES = {
+    **dict.fromkeys((errno.ENOENT, errno.ENOTDIR), "; check the path"),
+    **dict.fromkeys((errno.EACCES, errno.EPERM), "; check the permissions"),
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "; make room or name another folder"),
+    errno.EROFS: "; name another folder",
+}
+
+# What atomic_write leaves of a model's files when its process is killed.
+_LEFTOVER = re.compile(r"\.model.*\.[0-9a-f]{8}\.tmp")
 
 
 @contextlib.contextmanager
@@ -102,7 +114,8 @@ def check_room(folder: str | os.PathLike, what: str, size: int) -> None:
 def no_empty_folders(path: str | os.PathLike) -> Iterator[None]:
     """Remove at the end of the block what it made of the folder `path` and left empty.
 
-    Of a/b/c, where there is only a: c, then b. It does not matter how the block ends.
+    Of a/b/c, where there is only a: c, then b. It does not matter how the block ends. What somebody
+    else has locked stays.
     """
     path = Path(path)
     missing = [folder for folder in (path, *path.parents) if not os.path.exists(folder)]
@@ -110,7 +123,8 @@ def no_empty_folders(path: str | os.PathLike) -> Iterator[None]:
         yield
     finally:
         for folder in missing:
-            with contextlib.suppress(OSError):  # it is not empty, or was never made
+            # it is not empty, was never made, or is another's
+            with contextlib.suppress(OSError, UserError), locked(folder):
                 folder.rmdir()
 
 
@@ -126,10 +140,10 @@ def output_folder(path: str | os.PathLike) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def locked(folder: str | os.PathLike, what: str) -> Iterator[None]:
+def locked(folder: str | os.PathLike) -> Iterator[None]:
     """Keep a folder, which exists, to this program for the block.
 
-    what   who else might hold it, as the beginning of the error
+    What an earlier program that held it was killed while writing, part of a model, is removed.
 
     The folder itself is locked, no file in it, and by the kernel, which lets go when the process
     ends, however it ends. It stops only those who ask for the lock as well. Where there are no such
@@ -147,22 +161,36 @@ def locked(folder: str | os.PathLike, what: str) -> Iterator[None]:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 raise UserError(
-                    f"{what} is going on in folder {folder}; expected one at a time; wait for its "
-                    "end or name another folder"
+                    f"another program writes to folder {folder}; expected one at a time; wait for "
+                    "its end or name another folder"
                 ) from error
+            for path in Path(folder).iterdir():
+                if _LEFTOVER.fullmatch(path.name):
+                    path.unlink()
         yield
 
 
 @contextlib.contextmanager
 def explained(what: str) -> Iterator[None]:
-    """Turn the operating system's refusals into one line: `what`, then the system's reason.
+    """Turn the operating system's refusals into one line: `what`, the system's reason, a remedy.
 
     The block should do only what `what` speaks of: every OSError in it becomes that UserError.
     """
     try:
         yield
     except OSError as error:
-        raise UserError(f"{what}: {error.strerror or error}") from error
+        fix = _FIXES.get(error.errno, "")
+        raise UserError(f"{what}: {error.strerror or error}{fix}") from error
+
+
+def exists(path: str | os.PathLike) -> bool:
+    """Whether there is such a file or folder; UserError if that cannot be told (permissions)."""
+    with explained(f"cannot read {path}"):
+        try:
+            os.stat(path)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+    return True
 
 
 def file_size(path: str | os.PathLike) -> int:
@@ -171,10 +199,7 @@ def file_size(path: str | os.PathLike) -> int:
     Raises UserError if there is none: nothing there, a folder, a pipe, no permission.
     """
     with explained(f"cannot read {path}"):
-        try:
-            size = os.stat(path).st_size
-        except FileNotFoundError as error:
-            raise UserError(f"cannot read {path}: {error.strerror}; check the path") from error
+        size = os.stat(path).st_size
         if not os.path.isfile(path):
             raise UserError(f"cannot read {path}: it is not a regular file")
     return size

@@ -25,7 +25,14 @@ from safetensors import SafetensorError, safe_open
 
 from numbagpt.config import GPT2Config
 from numbagpt.errors import UserError
-from numbagpt.files import atomic_write, file_size, output_folder, read_bytes, read_floats
+from numbagpt.files import (
+    atomic_write,
+    file_size,
+    locked,
+    output_folder,
+    read_bytes,
+    read_floats,
+)
 from numbagpt.tensors import parameter_shapes
 from numbagpt.tokenizer import END_OF_TEXT
 
@@ -127,11 +134,11 @@ def write(
     error or an interruption neither is left. The tensors are float32, transposed one at a time; the
     vocabulary's padding is left out.
 
-    Raises UserError if the folder holds a model or cannot be written.
+    Raises UserError if the folder holds a model, is another program's, or cannot be written.
     """
     config_path, weights_path = Path(folder, CONFIG), Path(folder, WEIGHTS)
-    check_vacant(folder)
-    with output_folder(folder):
+    with output_folder(folder), locked(folder):
+        check_vacant(folder)
         try:
             _write_weights(weights_path, config, parameters)
             with atomic_write(config_path) as file:
@@ -218,7 +225,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not JSON ({error}); download it again") from error
     if not isinstance(fields, dict):
-        raise UserError(f"{path} holds a {type(fields).__name__}; expected a JSON object")
+        raise UserError(f"{path} is JSON of type {type(fields).__name__}; expected an object")
     return fields
 
 

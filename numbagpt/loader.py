@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from numbagpt.errors import DataError, UserError
-from numbagpt.files import shell_path
+from numbagpt.files import exists, explained, shell_path
 from numbagpt.shards import check_unchanged, check_vocabulary, count_tokens, read_tokens
 
 
@@ -31,8 +31,12 @@ def find_shards(pattern: str) -> list[str]:
             f"{pattern} is a folder; expected a .bin file or a pattern; "
             f"quote a pattern such as {shell_path(example)}"
         )
-    found = [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern, recursive=True))
+    found = [pattern] if exists(pattern) else sorted(glob.glob(pattern, recursive=True))
     if not found:
+        folder = os.path.dirname(pattern) or "."
+        if exists(folder):
+            with explained(f"cannot read folder {folder}"):
+                os.listdir(folder)  # glob takes one that refuses to be read for an empty one
         raise UserError(
             f"no file matches '{pattern}'; expected token shards; "
             "make some with: python -m numbagpt.data INPUT --output_dir DIR"

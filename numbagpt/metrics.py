@@ -192,6 +192,11 @@ class Progress:
                 f"{what} before anything was learned: the weights in {self._source} are damaged; "
                 "start from others"
             )
+        raise UserError(
+            f"{what}; {self.what_was_saved()}; lower --learning_rate or lengthen --warmup_iters"
+        )
+
+    def what_was_saved(self) -> str:
+        """What is left of a run that ends here, as a part of its last line."""
         last = self.last_checkpoint
-        written = f"the last checkpoint is {last}" if last else "no checkpoint was written"
-        raise UserError(f"{what}; {written}; lower --learning_rate or lengthen --warmup_iters")
+        return f"the last checkpoint is {last}" if last else "no checkpoint was written"

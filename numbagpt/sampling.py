@@ -123,8 +123,14 @@ def stream_text(
             f"the model knows {model.config.vocab_size} tokens; text needs GPT-2's vocabulary of "
             f"{tokenizer.VOCAB_SIZE}"
         )
+
+    def next_token_logits(tokens: list[int]) -> np.ndarray:
+        # NumPy need not warn: token_probabilities refuses what is not finite, in one line.
+        with np.errstate(all="ignore"):
+            return model.next_token_logits(tokens)[: tokenizer.VOCAB_SIZE]
+
     tokens = generate(
-        lambda tokens: model.next_token_logits(tokens)[: tokenizer.VOCAB_SIZE],
+        next_token_logits,
         prompt or [tokenizer.END_OF_TEXT],
         max_new_tokens,
         model.T,

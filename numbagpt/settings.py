@@ -14,6 +14,7 @@ from numbagpt.checkpoint import load_model, locate_model
 from numbagpt.config import PRESETS, GPT2Config
 from numbagpt.corpus import default_corpus
 from numbagpt.errors import UserError
+from numbagpt.files import exists
 from numbagpt.init import random_parameters
 from numbagpt.loader import TokenLoader
 from numbagpt.memory import MemoryPlan, num_parameters
@@ -40,7 +41,7 @@ def find_model(
                 f"write ./{model} for what is here, or rename it"
             )
         return PRESETS[model], None, lambda: random_parameters(PRESETS[model], seed)
-    if not os.path.exists(model):
+    if not exists(model):
         raise UserError(
             f"--model {model}: no such file or folder, and no preset; expected a model .bin, a "
             f"Hugging Face folder, a run's output folder or one of {', '.join(PRESETS)}"

@@ -8,7 +8,6 @@ are read, so its size does not matter. It is not mapped into memory: what is mis
 file that was cut short meanwhile ends the process.
 """
 
-import codecs
 import os
 import struct
 from typing import BinaryIO
@@ -18,7 +17,7 @@ import numpy as np
 from numbagpt.config import VOCAB_SIZE
 from numbagpt.errors import UserError
 from numbagpt.files import atomic_write, explained, file_size, read_bytes, shell_path
-from numbagpt.magics import FILE_OF_MAGIC, SHARD_MAGIC
+from numbagpt.magics import SHARD_MAGIC, kind_of_file
 
 VERSION = 1
 HEADER_BYTES = 1024
@@ -129,12 +128,13 @@ def check_vocabulary(
 
 def _what_it_is(path: str | os.PathLike, magic: int) -> str:
     """Guess what a file without our magic is, and say what to do with it."""
-    if magic in FILE_OF_MAGIC:
-        return f"it is {FILE_OF_MAGIC[magic]}; expected magic {SHARD_MAGIC}; {_MAKE}"
     start = read_bytes(path, 2 * HEADER_BYTES)
-    if _is_text(start):
+    kind = kind_of_file(start)
+    if kind == "text":
         command = f"python -m numbagpt.data {shell_path(path)} --output_dir DIR"
         return f"it is text; make a shard with: {command}"
+    if kind:
+        return f"it is {kind}; expected magic {SHARD_MAGIC}; {_MAKE}"
     for stored, maker in (("int32", "llm.c's first versions"), ("uint16", "nanoGPT")):
         ids = np.frombuffer(start[: len(start) // 4 * 4], np.dtype(stored).newbyteorder("<"))
         # Id 0 is "!": text is not full of it, foreign headers are.
@@ -144,11 +144,3 @@ def _what_it_is(path: str | os.PathLike, magic: int) -> str:
                 f"one: numbagpt.shards.write_shard(NEW, numpy.fromfile({str(path)!r}, {stored!r}))"
             )
     return f"it starts with {magic}; expected magic {SHARD_MAGIC}; {_MAKE}"
-
-
-def _is_text(start: bytes) -> bool:
-    try:
-        # Not final: the cut may have split the last character.
-        return "\0" not in codecs.getincrementaldecoder("utf-8")().decode(start)
-    except UnicodeDecodeError:
-        return False

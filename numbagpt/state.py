@@ -1,6 +1,7 @@
 """Everything a GPT-2 on a device holds, and the views that its operations work on."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 
@@ -61,9 +62,14 @@ def plan_model(
     if attention is None:
         attention = "flash" if has_flash or precision == "bf16" else "materialized"
     if attention == "flash" and precision == "fp32":
+        expected = {
+            "cpu": "--device sim --precision bf16",
+            "sim": "--precision bf16",
+            "cuda": "--precision bf16 or tf32",
+        }[device.name]
         raise UserError(
             "flash attention computes on tensor cores, which do not multiply float32; expected "
-            "--precision bf16 or, on a GPU, tf32 with it"
+            f"{expected} with it; or leave out --attention"
         )
     if attention == "flash" and not has_flash:
         raise UserError(
@@ -148,8 +154,10 @@ class ModelState:
             raise OutOfMemory(f"{needs}choose a smaller model, or end what else takes memory")
         if fits := self.plan.largest_batch(free):
             raise OutOfMemory(f"{needs}the largest batch size that fits is {fits}")
+        smallest = replace(self.plan, B=1, recompute=2)
+        recompute = "use --recompute 2, " if smallest.total <= free else ""
         raise OutOfMemory(
-            f"{needs}not even B=1 fits; shorten the sequence or choose a smaller model"
+            f"{needs}not even B=1 fits; {recompute}shorten the sequence or choose a smaller model"
         )
 
     def _select(self, b: int, t: int) -> None:

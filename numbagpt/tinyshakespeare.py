@@ -14,7 +14,7 @@ import numpy as np
 
 from numbagpt.cache import cache_dir
 from numbagpt.errors import UserError
-from numbagpt.files import atomic_write, read_bytes
+from numbagpt.files import atomic_write, exists, read_bytes
 from numbagpt.tokenizer import END_OF_TEXT, encode_array
 
 NAME = "tinyshakespeare"
@@ -32,9 +32,14 @@ def load_text() -> str:
     read or written.
     """
     path = cache_dir() / f"{NAME}.txt"
-    if path.is_file() and _is_it(data := read_bytes(path)):
-        return data.decode()
+    expected = f"{NUM_BYTES:,} bytes with sha256 {SHA256}"
     by_hand = f"download it by hand, save it as {path} and run this again"
+    if exists(path):
+        if _is_it(data := read_bytes(path)):
+            return data.decode()
+        by_hand = (
+            f"nor is {path} that text: it has {len(data):,} bytes; expected {expected}; {by_hand}"
+        )
     try:
         with urllib.request.urlopen(URL, timeout=TIMEOUT_SECONDS) as response:
             data = response.read(NUM_BYTES + 1)
@@ -42,9 +47,7 @@ def load_text() -> str:
         reason = getattr(error, "reason", None) or error
         raise UserError(f"cannot download {URL} ({reason}); {by_hand}") from error
     if not _is_it(data):
-        raise UserError(
-            f"{URL} did not give the {NUM_BYTES:,} bytes with sha256 {SHA256}; {by_hand}"
-        )
+        raise UserError(f"{URL} did not give the {expected}; {by_hand}")
     with atomic_write(path) as file:
         file.write(data)
     return data.decode()

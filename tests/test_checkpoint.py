@@ -429,6 +429,20 @@ def test_export_flags(capsys, arguments):
     assert re.fullmatch("error: [^\n]+\n", capsys.readouterr().err)
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_export_refuses_weights_that_are_not_finite(tmp_path, value):
+    parameters = make_parameters()
+    parameters["lnfb"][3] = value
+    path = tmp_path / "a.bin"
+    write_model(path, CONFIG, parameters)
+    with pytest.raises(UserError) as error:
+        export(path, tmp_path / "out")
+    assert str(error.value) == (
+        f"{path} is damaged: some numbers of lnfb are not finite; export another model"
+    )
+    assert list(tmp_path.iterdir()) == [path]
+
+
 def test_export_to_a_full_disk(tmp_path, model_bin):
     # The system refuses the bytes beyond a limit as it does those beyond a disk.
     folder = tmp_path / "new" / "exported"

@@ -155,6 +155,22 @@ def test_a_value_that_looks_like_a_flag(capsys):
     assert parser.parse_args(["--prompt=-x"]).prompt == "-x"
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full, a disk that is full")
+@pytest.mark.parametrize("program", ["train", "data", "bench"])
+def test_help_that_cannot_be_written(program):
+    arguments = [*map(str, PROGRAMS[program]), "--help"]
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(
+            [sys.executable, *arguments],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert ended.returncode == 1
+    assert ended.stderr == "error: cannot write the output: No space left on device\n"
+
+
 @pytest.mark.parametrize(
     ("error", "expected"),
     [

@@ -103,9 +103,10 @@ def test_no_validation_when_the_fraction_is_0(corpus, tmp_path):
     assert split_of(tmp_path / "out", "train", "corpus") == tokens_of(*texts)
 
 
-def test_shards_and_inputs_in_the_order_given(corpus, tmp_path):
+def test_shards_and_inputs_in_the_order_given(corpus, tmp_path, monkeypatch):
     folder, texts = corpus
     inputs = [folder / "d.jsonl.gz", folder / "a.txt"]
+    monkeypatch.setattr(data, "MIN_SHARD_TOKENS", 1)
     make(*inputs, "--output_dir", tmp_path, "--val_fraction", "0", "--shard_tokens", "1_0")
     expected = tokens_of(*texts[22:], texts[0])
     assert split_of(tmp_path, "train") == expected
@@ -239,7 +240,8 @@ BAD_INPUTS = {
 
 @pytest.mark.parametrize("name", BAD_INPUTS)
 @pytest.mark.parametrize("where", ["new/deep", "there"])
-def test_bad_input_is_one_line_and_nothing_written(tmp_path, capsys, name, where):
+def test_bad_input_is_one_line_and_nothing_written(tmp_path, monkeypatch, capsys, name, where):
+    monkeypatch.setattr(data, "MIN_SHARD_TOKENS", 1)
     content, expected = BAD_INPUTS[name]
     (tmp_path / "there").mkdir()
     (tmp_path / "good.txt").write_text("Good text, read before the bad.\n" * 100)
@@ -275,7 +277,8 @@ def test_more_validation_documents_than_there_are(corpus, tmp_path, capsys):
     assert "every document would be for" in refuse(tmp_path, capsys, corpus[0], *flags)
 
 
-def test_shards_that_exist_are_replaced_only_when_asked(corpus, tmp_path, capsys):
+def test_shards_that_exist_are_replaced_only_when_asked(corpus, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(data, "MIN_SHARD_TOKENS", 1)
     flags = ("--output_dir", tmp_path / "out", "--shard_tokens", "100")
     make(corpus[0], *flags)
     capsys.readouterr()
@@ -284,10 +287,10 @@ def test_shards_that_exist_are_replaced_only_when_asked(corpus, tmp_path, capsys
     assert split_of(tmp_path / "out", "val", "corpus") == tokens_of(corpus[1][2], corpus[1][12])
 
 
-@pytest.mark.parametrize("name", ["a/b", "..", "/", ""])
-def test_a_name_that_is_none_is_refused(corpus, tmp_path, capsys, name):
-    flags = ("--output_dir", tmp_path / "out", "--name", name)
-    assert "expected the beginning of a file name" in refuse(tmp_path, capsys, corpus[0], *flags)
+def test_an_input_without_a_name_to_take_is_called_data(tmp_path):
+    (tmp_path / "..txt").write_text("text\n" * 100)
+    make(tmp_path / "..txt", "--output_dir", tmp_path / "out")
+    assert tree(tmp_path / "out").keys() == {"data_train_000000.bin", "data_val_000000.bin"}
 
 
 @pytest.mark.parametrize(
@@ -304,9 +307,10 @@ def test_a_name_that_is_none_is_refused(corpus, tmp_path, capsys, name):
         ["--val_fraction", "1/9999999999999999999"],
         ["--val_fraction", "0.1", "--val_documents", "1"],
         ["--val_documents", "0"],
-        ["--shard_tokens", "0"],
+        ["--shard_tokens", "1023"],
         ["--shard_tokens", "2147483648"],
         ["--workers", "0"],
+        *(["--name", name] for name in ("a/b", "..", "/", "")),
         ["--output_dir", ""],
     ],
 )
@@ -483,6 +487,44 @@ def test_without_a_network_it_says_what_to_do(network, tmp_path, monkeypatch, ca
     message = refuse(tmp_path, capsys, "tinyshakespeare", "--output_dir", "out")
     assert f"cannot download {tinyshakespeare.URL} ({getattr(error, 'reason', error)});" in message
     assert f"save it as {tmp_path}/cache/tinyshakespeare.txt and run this again" in message
+
+
+@pytest.mark.parametrize("content", [b"", b"<html>", b"To be,\r\n"])
+def test_a_text_saved_by_hand_that_is_another_is_described(
+    network, tmp_path, monkeypatch, capsys, content
+):
+    def urlopen(url, timeout):
+        raise TimeoutError("timed out")
+
+    monkeypatch.setattr(urllib.request, "urlopen", urlopen)
+    saved = tmp_path / "cache" / "tinyshakespeare.txt"
+    saved.parent.mkdir()
+    saved.write_bytes(content)
+    message = refuse(tmp_path, capsys, "tinyshakespeare", "--output_dir", "out")
+    assert message == (
+        f"error: cannot download {tinyshakespeare.URL} (timed out); nor is {saved} that text: it "
+        f"has {len(content)} bytes; expected {tinyshakespeare.NUM_BYTES:,} bytes with sha256 "
+        f"{tinyshakespeare.SHA256}; download it by hand, save it as {saved} and run this again\n"
+    )
+
+
+def test_a_folder_in_the_place_of_the_text_is_named(network, tmp_path, capsys):
+    saved = tmp_path / "cache" / "tinyshakespeare.txt"
+    saved.mkdir(parents=True)
+    message = refuse(tmp_path, capsys, "tinyshakespeare", "--output_dir", "out")
+    assert message == f"error: cannot read {saved}: it is not a regular file\n"
+    assert network == []
+
+
+def test_tinyshakespeare_stands_alone(network, tmp_path, capsys):
+    (tmp_path / "book.txt").write_text("text\n")
+    for inputs in (["tinyshakespeare", "book.txt"], ["book.txt", "tinyshakespeare"]):
+        message = refuse(tmp_path, capsys, *inputs, "--output_dir", "out")
+        assert message == (
+            "error: tinyshakespeare is fetched by itself, and there is no file of that name; give "
+            "it no other INPUT beside it\n"
+        )
+    assert network == []
 
 
 def test_another_text_at_that_address_is_refused(network, tmp_path, monkeypatch, capsys):

@@ -288,7 +288,9 @@ def test_a_folder_that_cannot_be_read_is_named(tmp_path, monkeypatch, name):
     monkeypatch.setattr(os, "scandir", refuse)
     with pytest.raises(UserError) as error:
         find_files([str(tmp_path / "a.txt"), str(tmp_path / "in")])
-    assert str(error.value) == f"cannot read folder {tmp_path / name}: Permission denied"
+    assert str(error.value) == (
+        f"cannot read folder {tmp_path / name}: Permission denied; check the permissions"
+    )
 
 
 def test_what_is_not_a_file_is_refused_in_a_folder_too(tmp_path):

@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import os
+import re
 import resource
 import shutil
 import stat
@@ -20,6 +21,7 @@ from numbagpt.files import (
     check_room,
     check_writable_file,
     check_writable_folder,
+    exists,
     file_size,
     locked,
     no_empty_folders,
@@ -78,9 +80,7 @@ def test_an_interrupted_write_leaves_what_was_there(tmp_path, interruption, exis
     assert not existed or path.read_bytes() == b"old"
 
 
-def test_a_killed_process_leaves_the_old_file(tmp_path):
-    path = tmp_path / "a.bin"
-    path.write_bytes(b"old")
+def killed_while_writing(path):
     program = (
         "import os, signal, sys\n"
         "from numbagpt.files import atomic_write\n"
@@ -90,6 +90,12 @@ def test_a_killed_process_leaves_the_old_file(tmp_path):
     )
     status = subprocess.run([sys.executable, "-c", program, str(path)], check=False).returncode
     assert status == -9
+
+
+def test_a_killed_process_leaves_the_old_file(tmp_path):
+    path = tmp_path / "a.bin"
+    path.write_bytes(b"old")
+    killed_while_writing(path)
     assert path.read_bytes() == b"old"
     with atomic_write(path) as file:
         file.write(b"new")
@@ -117,8 +123,13 @@ def test_data_reaches_the_disk_before_the_rename(tmp_path, monkeypatch):
     assert events == [("fsync", 5), ("replace", "a.bin"), ("fsync", "folder")]
 
 
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EDQUOT])
-def test_a_failing_disk_is_reported_and_the_old_file_stays(tmp_path, monkeypatch, code):
+ROOM = "; make room or name another folder"
+
+
+@pytest.mark.parametrize(
+    ("code", "fix"), [(errno.ENOSPC, ROOM), (errno.EIO, ""), (errno.EDQUOT, ROOM)]
+)
+def test_a_failing_disk_is_reported_and_the_old_file_stays(tmp_path, monkeypatch, code, fix):
     path = tmp_path / "a.bin"
     path.write_bytes(b"old")
 
@@ -128,7 +139,7 @@ def test_a_failing_disk_is_reported_and_the_old_file_stays(tmp_path, monkeypatch
     monkeypatch.setattr(os, "fsync", refuse)
     with pytest.raises(UserError) as error, atomic_write(path) as file:
         file.write(b"new")
-    assert one_line(error) == f"cannot write {path}: {os.strerror(code)}"
+    assert one_line(error) == f"cannot write {path}: {os.strerror(code)}{fix}"
     assert path.read_bytes() == b"old"
     assert names(tmp_path) == ["a.bin"]
 
@@ -163,8 +174,8 @@ def test_a_write_refused_half_way(tmp_path, limit_file_size):
 @pytest.mark.parametrize(
     ("where", "reason"),
     [
-        ("missing/a.bin", os.strerror(errno.ENOENT)),
-        ("file/a.bin", os.strerror(errno.ENOTDIR)),
+        ("missing/a.bin", f"{os.strerror(errno.ENOENT)}; check the path"),
+        ("file/a.bin", f"{os.strerror(errno.ENOTDIR)}; check the path"),
         ("folder", "it exists and is not a regular file; move it or name another"),
         ("x" * 300, os.strerror(errno.ENAMETOOLONG)),
     ],
@@ -218,7 +229,7 @@ def test_check_writable_folder_refusals(tmp_path, monkeypatch):
     (tmp_path / "file").write_bytes(b"")
     for path, reason in [
         (tmp_path / "file", "a file of that name exists; name another folder"),
-        (tmp_path / "file" / "below", os.strerror(errno.ENOTDIR)),
+        (tmp_path / "file" / "below", f"{os.strerror(errno.ENOTDIR)}; check the path"),
     ]:
         with pytest.raises(UserError) as error:
             check_writable_folder(path)
@@ -228,7 +239,7 @@ def test_check_writable_folder_refusals(tmp_path, monkeypatch):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
     monkeypatch.setattr(files.tempfile, "NamedTemporaryFile", refuse)
-    with pytest.raises(UserError, match=r"cannot write to folder .*: Permission denied"):
+    with pytest.raises(UserError, match=r"cannot write to folder .*: Permission denied; check the"):
         check_writable_folder(tmp_path)
 
 
@@ -257,7 +268,7 @@ def test_check_writable_file_changes_nothing(tmp_path):
 
 
 def test_check_writable_file_refusals(tmp_path):
-    missing = os.strerror(errno.ENOENT)
+    missing = f"{os.strerror(errno.ENOENT)}; check the path"
     gone = tmp_path / "gone" / "a.bin"
     (tmp_path / "folder").mkdir()
     (tmp_path / "link").symlink_to(gone)
@@ -306,6 +317,26 @@ def test_no_empty_folders(tmp_path):
                 file.touch()
             raise KeyboardInterrupt
         assert sorted(tmp_path.rglob("*")) == sorted([tmp_path / "a", *left])
+
+
+def test_a_folder_that_another_has_locked_stays(tmp_path):
+    """Of two programs that began at once, both found it missing, and one was refused."""
+    folder = tmp_path / "a" / "b"
+    with contextlib.ExitStack() as other:
+        with no_empty_folders(folder):
+            folder.mkdir(parents=True)
+            other.enter_context(locked(folder))
+        assert folder.is_dir()
+
+
+def test_exists(tmp_path):
+    (tmp_path / "file").touch()
+    (tmp_path / "loop").symlink_to("loop")
+    for name, there in [(".", True), ("file", True), ("none", False), ("file/none", False)]:
+        assert exists(tmp_path / name) == there
+    with pytest.raises(UserError) as error:
+        exists(tmp_path / "loop")
+    assert one_line(error) == f"cannot read {tmp_path / 'loop'}: {os.strerror(errno.ELOOP)}"
 
 
 @pytest.mark.parametrize("read", [file_size, read_bytes])
@@ -378,24 +409,37 @@ def test_a_path_in_a_command_is_one_argument_and_that_path(tmp_path, name):
 HOLDER = """
 import sys, time
 from numbagpt.files import locked
-with locked(sys.argv[1], "a run"):
+with locked(sys.argv[1]):
     print("locked", flush=True)
     time.sleep(600)
 """
 
 
 def test_a_folder_is_locked_for_one_at_a_time(tmp_path):
-    with locked(tmp_path, "a run"):
-        with pytest.raises(UserError) as error, locked(tmp_path, "another run"):
+    with locked(tmp_path):
+        with pytest.raises(UserError) as error, locked(tmp_path):
             pytest.fail("two hold it")
         assert one_line(error) == (
-            f"another run is going on in folder {tmp_path}; expected one at a time; wait for its "
+            f"another program writes to folder {tmp_path}; expected one at a time; wait for its "
             "end or name another folder"
         )
-    with pytest.raises(ValueError, match="of the block"), locked(tmp_path, "a run"):
+    with pytest.raises(ValueError, match="of the block"), locked(tmp_path):
         raise ValueError("of the block")
-    with locked(tmp_path, "a run"):
+    with locked(tmp_path):
         assert names(tmp_path) == []
+
+
+def test_who_locks_a_folder_removes_what_was_left_of_models(tmp_path):
+    for name in ("model_00000001.bin", "model.safetensors", "a_train_000000.bin"):
+        killed_while_writing(tmp_path / name)
+    kept = ["model_00000001.bin", "notes.tmp", ".model.tmp"]
+    for name in kept:
+        (tmp_path / name).touch()
+    assert len(names(tmp_path)) == 6
+    with locked(tmp_path):
+        # shards are written to folders that others may have locked
+        (shard,) = set(names(tmp_path)) - set(kept)
+    assert re.fullmatch(r"\.a_train_000000\.bin\.[0-9a-f]{8}\.tmp", shard)
 
 
 def test_a_lock_does_not_outlive_a_process_that_is_killed(tmp_path):
@@ -405,10 +449,10 @@ def test_a_lock_does_not_outlive_a_process_that_is_killed(tmp_path):
         env=os.environ | {"PYTHONPATH": str(Path(files.__file__).parents[1])},
     ) as holder:
         assert holder.stdout.readline() == b"locked\n"
-        with pytest.raises(UserError, match="a run is going on"), locked(tmp_path, "a run"):
+        with pytest.raises(UserError, match="another program writes"), locked(tmp_path):
             pytest.fail("two hold it")
         holder.kill()
-    with locked(tmp_path, "a run"):
+    with locked(tmp_path):
         pass
 
 
@@ -420,6 +464,6 @@ def test_where_there_are_no_locks_nobody_is_stopped(tmp_path, monkeypatch, refus
     fcntl = pytest.importorskip("fcntl")
     monkeypatch.setattr(fcntl, "flock", flock)
     before = len(os.listdir("/dev/fd"))
-    with locked(tmp_path, "a run"), locked(tmp_path, "a run"):
+    with locked(tmp_path), locked(tmp_path):
         pass
     assert len(os.listdir("/dev/fd")) == before

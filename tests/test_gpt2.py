@@ -151,11 +151,15 @@ def test_too_little_memory_names_the_largest_batch(monkeypatch: pytest.MonkeyPat
     device = HostDevice("cpu")
     config = GPT2Config(max_seq_len=64, vocab_size=91, num_layers=2, num_heads=3, channels=36)
     fits = GPT2(config, device, 5, 64).plan.total
+    fits_recomputing = GPT2(config, device, 1, 64, recompute=2).plan.total
     monkeypatch.setattr(device, "free_memory", lambda: fits)
     with pytest.raises(UserError, match="largest batch size that fits is 5"):
         GPT2(config, device, 8, 64)
     monkeypatch.setattr(device, "free_memory", lambda: 1000)
-    with pytest.raises(UserError, match="not even B=1 fits"):
+    with pytest.raises(UserError, match="not even B=1 fits; shorten the sequence or choose a smal"):
+        GPT2(config, device, 8, 64)
+    monkeypatch.setattr(device, "free_memory", lambda: fits_recomputing)
+    with pytest.raises(UserError, match="not even B=1 fits; use --recompute 2, shorten the seq"):
         GPT2(config, device, 8, 64)
 
 

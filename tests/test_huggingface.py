@@ -12,6 +12,7 @@ from safetensors.numpy import load_file, save_file
 from numbagpt import huggingface
 from numbagpt.config import GPT2Config
 from numbagpt.errors import UserError
+from numbagpt.files import locked
 from numbagpt.huggingface import INDEX, read, write
 from numbagpt.tensors import parameter_shapes
 
@@ -231,7 +232,7 @@ def test_configs_that_are_not_ours(tmp_path, field, value, message):
         (b"\xff\xfe\x00", "is not JSON"),
         (b"[" * 200_000, "is not JSON"),
         (b"1" * 5000, "is not JSON"),
-        (b"[1, 2]", "holds a list; expected a JSON object"),
+        (b"[1, 2]", "is JSON of type list; expected an object"),
     ],
 )
 def test_damaged_config(tmp_path, content, message):
@@ -366,6 +367,12 @@ def test_an_interrupted_write_leaves_no_new_folder(tmp_path):
     broken = ours(theirs()) | {"fcw": np.zeros((2, C, 4 * C), np.float32)}
     with pytest.raises(ValueError, match=r"h\.0\.mlp.c_fc.weight has shape"):
         write(tmp_path / "new" / "deep", CONFIG, broken)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_takes_one_write_at_a_time(tmp_path):
+    with locked(tmp_path), pytest.raises(UserError, match="another program writes to folder"):
+        write(tmp_path, CONFIG, ours(theirs()))
     assert list(tmp_path.iterdir()) == []
 
 

@@ -1,5 +1,6 @@
 """Batches against windows cut by hand from the tokens that were written."""
 
+import errno
 import os
 import resource
 import threading
@@ -105,6 +106,25 @@ def test_a_pattern_that_matches_nothing_is_refused(tmp_path, monkeypatch, patter
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=r"no file matches '.*'; .*numbagpt\.data"):
         TokenLoader(pattern, 1, 1, V)
+
+
+@pytest.mark.parametrize("pattern", ["data/s0.bin", "data/*.bin", "*.bin"])
+def test_a_folder_that_refuses_to_be_read_is_not_taken_for_empty(tmp_path, monkeypatch, pattern):
+    """Root may read any: the refusals are made up."""
+
+    def refuse(path="."):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    monkeypatch.setattr(os, "listdir", refuse)
+    if "*" not in pattern:
+        monkeypatch.setattr(os, "stat", refuse)
+    folder = os.path.dirname(pattern) or "."
+    what = f"folder {folder}" if "*" in pattern else pattern
+    with pytest.raises(UserError) as error:
+        TokenLoader(pattern, 1, 1, V)
+    assert str(error.value) == f"cannot read {what}: Permission denied; check the permissions"
 
 
 @pytest.mark.parametrize(

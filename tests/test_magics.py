@@ -1,20 +1,23 @@
-"""A file of llm.c that is named in the place of another: both readers say what it is."""
+"""A file that is named in the place of another: both readers say what it is."""
+
+import gzip
 
 import numpy as np
 import pytest
 
 from numbagpt.checkpoint import read_model
 from numbagpt.errors import UserError
-from numbagpt.shards import count_tokens
+from numbagpt.magics import kind_of_file
+from numbagpt.shards import count_tokens, write_shard
 
 
 @pytest.mark.parametrize(
     ("magic", "what"),
     [
-        (20240326, "a model (name it with --model)"),
+        (20240326, "a model (for train.py's --model)"),
         (20240327, "a debug state"),
         (20240328, "a tokenizer"),
-        (20240520, "a shard of tokens (name it with --input_bin)"),
+        (20240520, "a shard of tokens (for train.py's --input_bin)"),
         (20240522, "a set of multiple-choice questions"),
         (20240527, "an optimizer state"),
         (20240801, "a shard of Llama 3 tokens"),
@@ -33,3 +36,35 @@ def test_the_file_of_each_magic(tmp_path, magic, what):
             count_tokens(path)
         expected = f"{path} is not a token shard: it is {what}; expected magic 20240520; make"
         assert str(error.value).startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("start", "what"),
+    [
+        (gzip.compress(b""), "gzipped (gunzip unpacks it)"),
+        (b"PK\x03\x04\x00\x00", "a zip archive, such as torch.save writes"),
+        ("Ünïcödé".encode(), "text"),
+        ((20240326).to_bytes(4, "big"), "a model written on a big-endian machine"),
+        (b"\x93NUMPY\x01\x00", None),
+        (b"\x00\x00\x00\x00", None),
+    ],
+)
+def test_files_of_other_kinds(start, what):
+    assert kind_of_file(start) == what
+
+
+def test_what_is_no_model_is_said_of_it(tmp_path):
+    path = tmp_path / "a.bin"
+    for start, what in [(b"prose ", "is text"), (b"\xff\x00", "starts with 16711935")]:
+        path.write_bytes(start * 1024)
+        with pytest.raises(UserError) as error:
+            read_model(path)
+        assert str(error.value) == f"{path} {what}; expected a model .bin, magic 20240326"
+
+
+def test_a_gzipped_shard(tmp_path):
+    path = tmp_path / "a.bin"
+    write_shard(path, np.arange(100))
+    path.write_bytes(gzip.compress(path.read_bytes()))
+    with pytest.raises(UserError, match=r"not a token shard: it is gzipped \(gunzip unpacks it\);"):
+        count_tokens(path)

@@ -140,7 +140,7 @@ def test_the_precision_is_chosen_by_shape_and_device() -> None:
         (
             SMALL,
             {"precision": "fp32", "attention": "flash"},
-            "expected --precision bf16 or, on a GPU, tf32",
+            "expected --precision bf16 with it; or leave out --attention",
         ),
         (
             GPT2Config(num_heads=3, channels=36),
@@ -159,6 +159,15 @@ def test_what_does_not_go_together_is_refused(
 ) -> None:
     with pytest.raises(UserError, match=message):
         plan_model(config, HostDevice("sim"), 1, 16, **options)
+
+
+def test_flash_attention_on_the_cpu_is_told_where_it_is() -> None:
+    with pytest.raises(UserError) as error:
+        plan_model(SMALL, HostDevice("cpu"), 1, 16, attention="flash")
+    assert str(error.value) == (
+        "flash attention computes on tensor cores, which do not multiply float32; expected "
+        "--device sim --precision bf16 with it; or leave out --attention"
+    )
 
 
 def test_parameters_start_in_both_types() -> None:

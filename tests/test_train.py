@@ -203,7 +203,7 @@ def test_a_folder_takes_one_run_at_a_time(flags, tmp_path, monkeypatch, capsys):
     assert train.main(flags()) == 0
     assert (first, second) == ([0, 1, 2, 3], [1])
     assert capsys.readouterr().err == (
-        f"error: another run is going on in folder {tmp_path / 'run'}; expected one at a time; "
+        f"error: another program writes to folder {tmp_path / 'run'}; expected one at a time; "
         "wait for its end or name another folder\n"
     )
     assert checkpoints(tmp_path / "run") == ["model_00000004.bin"]

@@ -92,11 +92,14 @@ def test_a_run_whose_output_nobody_reads_keeps_its_weights(flags, tmp_path):
         while not running.stdout.readline().startswith(b"step    3/3000"):
             assert running.poll() is None
         running.stdout.close()
-        assert running.stderr.read() == b"", "there is nobody to tell"
+        said = running.stderr.read().decode()
         assert running.wait() == 1
     (last,) = checkpoints(tmp_path / "run")
-    assert 3 <= int(last.removeprefix("model_").removesuffix(".bin")) < 3000
-    read_model(tmp_path / "run" / last)
+    steps = int(last.removeprefix("model_").removesuffix(".bin"))
+    assert 3 <= steps < 3000
+    path = tmp_path / "run" / last
+    assert said == f"stopped after step {steps}: Broken pipe; the last checkpoint is {path}\n"
+    read_model(path)
 
 
 def test_a_run_whose_terminal_is_closed_keeps_its_weights(flags, tmp_path):
@@ -127,6 +130,19 @@ def test_a_sample_that_fails_at_the_end_does_not_cost_the_weights(flags, tmp_pat
     with pytest.raises(UserError, match="the vocabulary is damaged"):
         train.main(flags())
     assert checkpoints(tmp_path / "run") == ["model_00000004.bin"]
+
+
+def test_a_checkpoint_that_cannot_be_written_names_the_last(flags, tmp_path, monkeypatch, at_call):
+    def refuse(path, *_):
+        raise UserError(f"cannot write {path}: No space left on device")
+
+    at_call(train.Run, "save", 2, lambda: monkeypatch.setattr(checkpoint, "write_model", refuse))
+    with pytest.raises(UserError) as error:
+        train.main(flags(checkpoint_every=1))
+    first, second = (tmp_path / "run" / f"model_0000000{step}.bin" for step in (1, 2))
+    assert str(error.value) == (
+        f"cannot write {second}: No space left on device; the last checkpoint is {first}"
+    )
 
 
 def test_an_output_folder_that_was_removed_is_made_again(flags, tmp_path, monkeypatch):
@@ -193,6 +209,14 @@ def at_call(monkeypatch):
         monkeypatch.setattr(owner, name, patched)
 
     return patch
+
+
+def test_ctrl_c_in_the_simulator_is_told_how_long_it_takes(flags, at_call, capfd):
+    at_call(train.Run, "next_batch", 1, ctrl_c)
+    assert train.main(flags(device="sim", batch_size=1, num_iterations=1)) == 130
+    assert (
+        capfd.readouterr().err == f"{train.STOPPING}; until then the simulator may take minutes\n"
+    )
 
 
 def test_ctrl_c_within_a_step_leaves_the_step_out(flags, tmp_path, at_call, capfd):

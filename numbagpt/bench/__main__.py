@@ -7,7 +7,6 @@ if __name__ == "__main__":  # before the imports, so that Ctrl-C is answered whi
 
     sys.exit(cli.run_module("numbagpt.bench.__main__"))
 
-import argparse
 import importlib.util
 import sys
 
@@ -22,6 +21,17 @@ from numbagpt.gpu import blas, runtime
 from numbagpt.modes import ATTENTIONS, PRECISIONS
 from numbagpt.ops.matmul import transpose_pays
 from numbagpt.state import best_precision
+
+PARTS = ("all", "train", "kernels")
+number = cli.number(int, 1, 1 << 20)
+
+
+def batch_sizes(text: str) -> list[int]:
+    """The type of --batch_sizes: whole numbers, separated by commas."""
+    return [number(B) for B in text.split(",")]
+
+
+batch_sizes.__name__ = "N,N"  # in --help
 
 
 def has_pytorch() -> bool:
@@ -43,13 +53,13 @@ def has_pytorch() -> bool:
 def main(argv: list[str] | None = None) -> int:
     """Print the tables; returns the exit status."""
     parser = cli.Parser(__doc__, prog="python -m numbagpt.bench")
-    number = cli.number(int, 1, 1 << 20)
     parser.section("what is measured")
-    parser.add_argument("what", nargs="?", choices=("all", "train", "kernels"), default="all")
-    parser.text("--model", f"the shape: {', '.join(PRESETS)} (default: d12)", "d12")
-    parser.text(
-        "--batch_sizes", "B, separated by commas; kernels take the last (default: 4,16)", "4,16"
+    # no choices: argparse would complain of the value of a flag it does not know
+    parser.add_argument(
+        "part", nargs="?", default="all", help="train, kernels or all (default: all)"
     )
+    parser.text("--model", f"the shape: {', '.join(PRESETS)} (default: d12)", "d12")
+    parser.flag("--batch_sizes", batch_sizes, "4,16", "B, one or more; kernels take the last")
     parser.flag("--sequence_length", number, 1024, "T")
     parser.choice("--precision", ("auto", *PRECISIONS), "(default: bf16 if the GPU has it)")
     parser.choice("--attention", ("auto", *ATTENTIONS), "(default: flash if the GPU has it)")
@@ -57,12 +67,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.text("--only", "kernels whose name holds this (default: all)")
     parser.flag("--peer", cli.number(int, 0, 1), 1, "0: without PyTorch, even if it is installed")
     options = parser.parse_args(argv)
+    if options.part not in PARTS:
+        parser.error(f"there is no {options.part!r} to measure; expected one of {', '.join(PARTS)}")
     if options.model not in PRESETS:
-        raise UserError(f"--model {options.model}; expected one of {', '.join(PRESETS)}")
-    try:
-        batch_sizes = [number(B) for B in options.batch_sizes.split(",")]
-    except argparse.ArgumentTypeError as error:
-        raise UserError(f"--batch_sizes {options.batch_sizes}: {error}") from None
+        parser.error(f"--model {options.model}; expected one of {', '.join(PRESETS)}")
     if problem := runtime.gpu_problem():
         raise UserError(f"the benchmarks need a GPU: {problem}")
     config, T = PRESETS[options.model], options.sequence_length
@@ -70,17 +78,17 @@ def main(argv: list[str] | None = None) -> int:
     if precision == "auto":
         precision = best_precision(select_device("cuda")[0], config)
     peer = options.peer == 1 and has_pytorch()
-    shape = config, batch_sizes[-1], T, np.uint16 if precision == "bf16" else np.float32
-    if options.what in ("all", "kernels"):
+    shape = config, options.batch_sizes[-1], T, np.uint16 if precision == "bf16" else np.float32
+    if options.part in ("all", "kernels"):
         transposes = transpose_pays(precision, runtime.gpu_info().compute_capability)
         # refuses before minutes of training
         chosen = kernels.select(*shape, options.only, transposes)
-    if options.what in ("all", "train"):
+    if options.part in ("all", "train"):
         attention = None if options.attention == "auto" else options.attention
         model = {"attention": attention, "recompute": options.recompute}
-        for line in train.report(config, batch_sizes, T, precision, peer, **model):
+        for line in train.report(config, options.batch_sizes, T, precision, peer, **model):
             print(line, flush=True)
-    if options.what in ("all", "kernels"):
+    if options.part in ("all", "kernels"):
         blas.set_precision(precision)
         theirs = kernels.pytorch_operations(*shape, precision) if peer else {}
         for line in kernels.report(chosen, theirs):
