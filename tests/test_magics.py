@@ -41,13 +41,14 @@ def test_the_file_of_each_magic(tmp_path, magic, what):
 @pytest.mark.parametrize(
     ("start", "what"),
     [
-        (gzip.compress(b""), "gzipped (gunzip unpacks it)"),
+        (gzip.compress(b"", mtime=0), "gzipped (gunzip unpacks it)"),
         (b"PK\x03\x04\x00\x00", "a zip archive, such as torch.save writes"),
         ("Ünïcödé".encode(), "text"),
         ((20240326).to_bytes(4, "big"), "a model written on a big-endian machine"),
         (b"\x93NUMPY\x01\x00", None),
         (b"\x00\x00\x00\x00", None),
     ],
+    ids=["gzip", "zip", "text", "big-endian", "NumPy", "zeros"],
 )
 def test_files_of_other_kinds(start, what):
     assert kind_of_file(start) == what
