@@ -63,6 +63,7 @@ from numba import cuda
 
 from numbagpt.errors import UserError
 from numbagpt.gpu.kernel import ceil_div
+from numbagpt.gpu.ptx import LOG2_E
 from numbagpt.ops import flash_mma, flash_mma_backward, flash_wgmma, flash_wgmma_backward
 from numbagpt.ops.arguments import check_room, check_sizes, check_vectors
 from numbagpt.ops.flash_tile import ROWS, THREADS, tile_grid
@@ -196,7 +197,7 @@ def _split(scratch, sizes: tuple[int, ...]) -> list:
 def _scales(HS: int) -> tuple[float, float]:
     """The factor of the scores, for exp and for 2 ** x."""
     scale = 1 / math.sqrt(HS)
-    return scale, scale * math.log2(math.e)
+    return scale, scale * LOG2_E
 
 
 def _modules(HS: int, array, variant: str | None) -> tuple[ModuleType, ModuleType]:

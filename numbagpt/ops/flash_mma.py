@@ -13,7 +13,14 @@ other warps: the tables of tiles below leave room for 8 to 16 of them on a multi
 from numba import cuda, float32, int32, int64, types, uint16, uint32, void
 
 from numbagpt.gpu.kernel import Kernel, kernel
-from numbagpt.gpu.ptx import copy_async_commit, copy_async_wait, keep_address, log2, reciprocal
+from numbagpt.gpu.ptx import (
+    LN_2,
+    copy_async_commit,
+    copy_async_wait,
+    keep_address,
+    log2,
+    reciprocal,
+)
 from numbagpt.gpu.reduce import LOWEST
 from numbagpt.ops.flash_mma_products import (
     load_left_rows,
@@ -22,7 +29,6 @@ from numbagpt.ops.flash_mma_products import (
     weights_times_rows,
 )
 from numbagpt.ops.flash_tile import (
-    LN2,
     ROWS,
     THREADS,
     fragment_corner,
@@ -119,7 +125,7 @@ def make_forward_kernel(HS: int, itemsize: int, KEYS: int, min_blocks: int) -> K
             l[r] = reciprocal(total)
             row = int32(first + 8 * r)
             if (lane & 3) == 0 and row < T:
-                lse[int64(head) * T + row] = (m[r] * scale2 + log2(total)) * LN2
+                lse[int64(head) * T + row] = (m[r] * scale2 + log2(total)) * float32(LN_2)
         scale_rows(o, l, HS // 8)
         o_start = (int64(b) * T + q0) * C + h * HS
         store_rows(tile, 0, o, float32(1), out, o_start, C, q0, T, CHUNKS)

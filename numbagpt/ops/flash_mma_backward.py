@@ -18,6 +18,7 @@ from numba import cuda, float32, int32, int64, uint32, void
 
 from numbagpt.gpu.kernel import Kernel, device_function, kernel
 from numbagpt.gpu.ptx import (
+    LOG2_E,
     copy_async_commit,
     copy_async_wait,
     copy_word_async_or_zero,
@@ -36,7 +37,6 @@ from numbagpt.ops.flash_mma_products import (
     weights_times_rows,
 )
 from numbagpt.ops.flash_tile import (
-    LOG2E,
     ROWS,
     THREADS,
     fragment_corner,
@@ -137,7 +137,7 @@ def make_dq_kernel(HS: int, itemsize: int, KEYS: int, min_blocks: int, KEPT: int
             if not there:
                 row = int32(T - 1)
             delta[r] = row_product(out, dout, o_start + row * C, CHUNKS)
-            lse2[r] = lse[int64(head) * T + row] * LOG2E
+            lse2[r] = lse[int64(head) * T + row] * float32(LOG2_E)
             if there and (lane & 3) == 0:
                 rows[2 * int64(head) * T + row] = lse2[r]
                 rows[(2 * int64(head) + 1) * T + row] = delta[r]

@@ -68,9 +68,6 @@ from numbagpt.gpu.vec import width
 THREADS = 128  # of a block: four warps
 ROWS = 64  # that a block owns, queries or keys: 16 for each warp
 
-LOG2E = float32(1.4426950408889634)  # exp(x) = 2 ** (x * LOG2E)
-LN2 = float32(0.6931471805599453)  # log(x) = log2(x) * LN2
-
 # Heads whose blocks run side by side. Blocks of one head read the same K and V, those of too many
 # heads push each other's out of the second-level cache.
 HEADS_TOGETHER = 48

@@ -23,6 +23,7 @@ from numba import cuda, float32, int32, int64, uint16, void
 
 from numbagpt.gpu.kernel import Kernel, kernel
 from numbagpt.gpu.ptx import (
+    LN_2,
     copy_async_commit,
     copy_async_wait,
     fence_async_proxy,
@@ -33,7 +34,6 @@ from numbagpt.gpu.ptx import (
 from numbagpt.gpu.reduce import LOWEST
 from numbagpt.gpu.wgmma import wgmma_ab, wgmma_abt, wgmma_wait
 from numbagpt.ops.flash_tile import (
-    LN2,
     ROWS,
     THREADS,
     fragment_corner,
@@ -157,7 +157,7 @@ def make_forward_kernel(HS: int) -> Kernel:
             l[r] = reciprocal(total)
             row = int32(q0 + first + 8 * r)
             if (lane & 3) == 0 and row < T:
-                lse[int64(head) * T + row] = (m[r] * scale2 + log2(total)) * LN2
+                lse[int64(head) * T + row] = (m[r] * scale2 + log2(total)) * float32(LN_2)
         scale_rows(o, l, CHUNKS)
         o_start = (int64(b) * T + q0) * C + h * HS
         store_tile(tile, 0, o, float32(1), out, o_start, C, q0, T, CHUNKS)

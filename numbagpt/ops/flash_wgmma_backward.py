@@ -22,6 +22,7 @@ from numba import cuda, float32, int32, int64, uint16, void
 
 from numbagpt.gpu.kernel import Kernel, kernel
 from numbagpt.gpu.ptx import (
+    LOG2_E,
     copy_async_commit,
     copy_async_wait,
     copy_word_async_or_zero,
@@ -33,7 +34,6 @@ from numbagpt.gpu.ptx import (
 from numbagpt.gpu.vec import MAX_WIDTH, load
 from numbagpt.gpu.wgmma import wgmma_ab, wgmma_abt, wgmma_wait
 from numbagpt.ops.flash_tile import (
-    LOG2E,
     ROWS,
     THREADS,
     fragment_corner,
@@ -124,7 +124,7 @@ def make_dq_kernel(HS: int) -> Kernel:
                 for e in range(8):
                     total += x[e] * y[e]
             delta[r] = quad_sum(total)
-            lse2[r] = lse[int64(head) * T + row] * LOG2E
+            lse2[r] = lse[int64(head) * T + row] * float32(LOG2_E)
             if there and (lane & 3) == 0:
                 rows[2 * int64(head) * T + row] = lse2[r]
                 rows[(2 * int64(head) + 1) * T + row] = delta[r]

@@ -18,19 +18,16 @@ Above the diagonal the kernels read and write nothing. The matmuls that follow d
 and dpreatt, so whoever allocates them zeroes them once.
 """
 
-import math
-
 import numpy as np
 from numba import cuda, float32, int32, uint32, void
 
 from numbagpt.gpu.kernel import ceil_div, device_function, kernel
-from numbagpt.gpu.ptx import exp2
+from numbagpt.gpu.ptx import LOG2_E, exp2
 from numbagpt.gpu.reduce import LOWEST, WARP_SIZE, warp_max, warp_sum
 from numbagpt.gpu.vec import MAX_WIDTH, load, store, width
 from numbagpt.ops.arguments import check_sizes, check_vectors
 from numbagpt.ops.rows import lane_of_warp
 
-LOG2_E = 1 / math.log(2)
 # Warps of a block, one row each.
 WARPS = 4
 THREADS = WARPS * WARP_SIZE
