@@ -80,25 +80,26 @@ def make_dq_kernel(HS: int, itemsize: int, KEYS: int, min_blocks: int, KEPT: int
     STAGE = 2 * KTILE  # a tile of K and one of V; there are two stages
     ONES = ROWS // 2  # registers of a thread for 16 x ROWS
     LEFT, SCORES, ACC = 2 * CHUNKS, KEYS // 2, HS // 2  # as in the forward pass
-    array, rows = storage(itemsize), float32[::1]
+    array, f32 = storage(itemsize), float32[::1]
 
     @kernel(
-        void(array, rows, rows, array, array, array, rows, int32, int32, float32, float32, int32),
+        void(array, f32, f32, array, array, array, f32, int32, int32, float32, float32, int32),
         max_threads=THREADS,
         min_blocks=min_blocks,
         minimum=(8, 0),
     )
     def flash_mma_dq_kernel(
-        dqkv, tile_sums, rows, dout, qkv, out, lse, T, NH, scale2, scale, with_sums
+        dqkv, tile_sums, lse_delta, dout, qkv, out, lse, T, NH, scale2, scale, with_sums
     ):
-        """One block per 64 queries of a head: dq, and for the next kernel what it needs of rows.
+        """One block per 64 queries of a head: dq, and lse_delta for the dkv kernel.
 
-        rows (B, NH, 2, T): lse * log2(e), so that P = 2 ** (scale2 S - that), and delta.
-        tile_sums (B, ceil(T / 64), 3C): each tile's share of the bias's gradient, if with_sums.
+        lse_delta  (B, NH, 2, T)          lse2 = lse * log2(e) and delta; P = 2 ** (scale2 S - lse2)
+        tile_sums  (B, ceil(T / 64), 3C)  each tile's share of the bias's gradient, if with_sums
+
         Grid as by tile_grid(B * NH, ceil(T / 64)). scale2 = scale * log2(e).
 
         Reads q, dout, out and lse once, k and v once per query tile, mostly from the second-level
-        cache; writes dq, rows and, for each 64 tokens, three rows of sums: 6 HS numbers and
+        cache; writes dq, lse_delta and, for each 64 tokens, three rows of sums: 6 HS numbers and
         12 + 3 HS / 16 bytes per token and head.
         """
         tile = keep_address(cuda.shared.array(0, qkv.dtype, alignment=1024))  # Q, dO; K, V; K, V
@@ -139,8 +140,8 @@ def make_dq_kernel(HS: int, itemsize: int, KEYS: int, min_blocks: int, KEPT: int
             delta[r] = row_product(out, dout, o_start + row * C, CHUNKS)
             lse2[r] = lse[int64(head) * T + row] * float32(LOG2_E)
             if there and (lane & 3) == 0:
-                rows[2 * int64(head) * T + row] = lse2[r]
-                rows[(2 * int64(head) + 1) * T + row] = delta[r]
+                lse_delta[2 * int64(head) * T + row] = lse2[r]
+                lse_delta[(2 * int64(head) + 1) * T + row] = delta[r]
             if not there:  # P = 1 and dP = 0, and so is dS: no part of the column sums
                 lse2[r] = float32(0)
                 delta[r] = float32(0)
@@ -212,28 +213,28 @@ def make_dkv_kernel(HS: int, itemsize: int, QUERIES: int, min_blocks: int, KEPT:
     TILE = ROWS * HS  # elements
     QTILE = QUERIES * HS
     STAGE = 2 * QTILE  # a tile of Q and one of dO; there are two stages
-    VALUES = (2 * TILE + 2 * STAGE) * itemsize // 4  # where lse2 and delta begin, in float32
+    LSE_DELTA = (2 * TILE + 2 * STAGE) * itemsize // 4  # where lse2 and delta lie, in float32
     LEFT, SCORES, ACC = 2 * CHUNKS, QUERIES // 2, HS // 2
-    array, rows = storage(itemsize), float32[::1]
+    array, f32 = storage(itemsize), float32[::1]
 
     @kernel(
-        void(array, array, array, rows, int32, int32, float32, float32),
+        void(array, array, array, f32, int32, int32, float32, float32),
         max_threads=THREADS,
         min_blocks=min_blocks,
         minimum=(8, 0),
     )
-    def flash_mma_dkv_kernel(dqkv, dout, qkv, rows, T, NH, scale2, scale):
+    def flash_mma_dkv_kernel(dqkv, dout, qkv, lse_delta, T, NH, scale2, scale):
         """One block per 64 keys of a head: dk and dv, from the tiles of queries that see them.
 
-        rows (B, NH, 2, T): as flash_mma_dq_kernel left them.
+        lse_delta (B, NH, 2, T): lse2 and delta, as flash_mma_dq_kernel left them.
         Grid as by tile_grid(B * NH, ceil(T / 64)). scale2 = scale * log2(e).
 
-        Reads k and v once, q, dout and rows once per key tile, mostly from the second-level cache;
-        writes dk and dv: 6 HS numbers and 8 bytes per token and head.
+        Reads k and v once, q, dout and lse_delta once per key tile, mostly from the second-level
+        cache; writes dk and dv: 6 HS numbers and 8 bytes per token and head.
         """
         tile = keep_address(cuda.shared.array(0, qkv.dtype, alignment=1024))  # K, V; Q, dO; Q, dO
-        # behind these, twice lse2 and delta
-        values = keep_address(cuda.shared.array(0, float32, alignment=1024))
+        # behind these lse2, delta; lse2, delta: float32, in the same memory
+        lse_delta_tile = keep_address(cuda.shared.array(0, float32, alignment=1024))
         k = cuda.local.array(LEFT, int32)
         v = cuda.local.array(LEFT, int32)
         s = cuda.local.array(SCORES, float32)
@@ -256,20 +257,23 @@ def make_dkv_kernel(HS: int, itemsize: int, QUERIES: int, min_blocks: int, KEPT:
         load_my_chunks(tile, TILE, qkv, q_next + 2 * C, stride, k0, T, ROWS, CHUNKS)
         load_my_chunks(tile, 2 * TILE, qkv, q_next, stride, k0, T, QUERIES, CHUNKS)
         load_my_chunks(tile, 2 * TILE + QTILE, dout, o_next, C, k0, T, QUERIES, CHUNKS)
-        # A thread copies one value of each tile: the first threads lse2, the next delta.
+        # Of the lse_delta of a tile a thread copies one value: the first QUERIES threads lse2, the
+        # next QUERIES delta.
         thread = int32(cuda.threadIdx.x)
         query = int32(k0 + (thread & (QUERIES - 1)))
-        value = 2 * int64(head) * T + query
+        lse_delta_next = 2 * int64(head) * T + query
         if thread >= QUERIES:
-            value += T
+            lse_delta_next += T
         if thread < 2 * QUERIES:
-            copy_word_async_or_zero(values, VALUES + thread, rows, value, query < T)
+            copy_word_async_or_zero(
+                lse_delta_tile, LSE_DELTA + thread, lse_delta, lse_delta_next, query < T
+            )
         copy_async_commit()
         for i in range(ACC):
             dk[i] = float32(0)
             dv[i] = float32(0)
         corner = fragment_corner()
-        column = int32(VALUES + 2 * (thread & 3))
+        column = int32(LSE_DELTA + 2 * (thread & 3))
 
         copy_async_wait(0)
         cuda.syncthreads()
@@ -287,14 +291,16 @@ def make_dkv_kernel(HS: int, itemsize: int, QUERIES: int, min_blocks: int, KEPT:
             if q1 < T:
                 q_next += QUERIES * stride
                 o_next += QUERIES * C
-                value += QUERIES
+                lse_delta_next += QUERIES
                 query = int32(query + QUERIES)
                 at = int32(2 * TILE + other * STAGE)
                 load_my_chunks(tile, at, qkv, q_next, stride, q1, T, QUERIES, CHUNKS)
                 load_my_chunks(tile, at + QTILE, dout, o_next, C, q1, T, QUERIES, CHUNKS)
                 if thread < 2 * QUERIES:
-                    to = int32(VALUES + other * (2 * QUERIES) + thread)
-                    copy_word_async_or_zero(values, to, rows, value, query < T)
+                    to = int32(LSE_DELTA + other * (2 * QUERIES) + thread)
+                    copy_word_async_or_zero(
+                        lse_delta_tile, to, lse_delta, lse_delta_next, query < T
+                    )
                 copy_async_commit()
             q_tile = int32(2 * TILE + stage * STAGE)
             o_tile = int32(q_tile + QTILE)
@@ -306,7 +312,7 @@ def make_dkv_kernel(HS: int, itemsize: int, QUERIES: int, min_blocks: int, KEPT:
             if q0 < int32(k0 + ROWS):
                 mask_below(s, int32(corner + k0 - q0), QUERIES // 8)
             for n in range(QUERIES // 8):
-                load_pair(pair, values, int32(at + 8 * n))
+                load_pair(pair, lse_delta_tile, int32(at + 8 * n))
                 for i in range(4 * n, 4 * n + 4, 2):
                     s[i] = exp2(s[i] * scale2 - pair[0])
                     s[i + 1] = exp2(s[i + 1] * scale2 - pair[1])
@@ -316,7 +322,7 @@ def make_dkv_kernel(HS: int, itemsize: int, QUERIES: int, min_blocks: int, KEPT:
             else:
                 tile_times_rows(dp, tile, TILE, o_tile, QUERIES, CHUNKS)
             for n in range(QUERIES // 8):
-                load_pair(pair, values, int32(at + QUERIES + 8 * n))
+                load_pair(pair, lse_delta_tile, int32(at + QUERIES + 8 * n))
                 for i in range(4 * n, 4 * n + 4, 2):
                     s[i] *= dp[i] - pair[0]
                     s[i + 1] *= dp[i + 1] - pair[1]

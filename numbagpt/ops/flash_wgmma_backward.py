@@ -59,26 +59,27 @@ def make_dq_kernel(HS: int) -> Kernel:
     STAGE = 2 * TILE  # a tile of K and one of V; there are two stages
     ACC = HS // 2  # registers of a thread for 64 x HS
     QUARTER = HS // 4  # columns of a row for each lane of a quad
-    bf16, rows = uint16[::1], float32[::1]
+    bf16, f32 = uint16[::1], float32[::1]
 
     @kernel(
-        void(bf16, rows, rows, bf16, bf16, bf16, rows, int32, int32, float32, float32, int32),
+        void(bf16, f32, f32, bf16, bf16, bf16, f32, int32, int32, float32, float32, int32),
         max_threads=THREADS,
         min_blocks=4 if HS == 64 else 2,
         exactly=(9, 0),
     )
     def flash_wgmma_dq_kernel(
-        dqkv, tile_sums, rows, dout, qkv, out, lse, T, NH, scale2, scale, with_sums
+        dqkv, tile_sums, lse_delta, dout, qkv, out, lse, T, NH, scale2, scale, with_sums
     ):
-        """One block per 64 queries of a head: dq, and for the next kernel what it needs of rows.
+        """One block per 64 queries of a head: dq, and lse_delta for the dkv kernel.
 
-        rows (B, NH, 2, T): lse * log2(e), so that P = 2 ** (scale2 S - that), and delta.
-        tile_sums (B, ceil(T / 64), 3C): each tile's share of the bias's gradient, if with_sums.
+        lse_delta  (B, NH, 2, T)          lse2 = lse * log2(e) and delta; P = 2 ** (scale2 S - lse2)
+        tile_sums  (B, ceil(T / 64), 3C)  each tile's share of the bias's gradient, if with_sums
+
         Grid as by tile_grid(B * NH, ceil(T / 64)). scale2 = scale * log2(e).
 
         Reads q, dout, out and lse once, k and v once per query tile, mostly from the second-level
-        cache; writes dq, rows and, for each 64 tokens, three rows of sums: 12 HS + 12 + 3 HS / 16
-        bytes per token and head from and to memory.
+        cache; writes dq, lse_delta and, for each 64 tokens, three rows of sums: 12 HS + 12 +
+        3 HS / 16 bytes per token and head from and to memory.
         """
         tile = keep_address(cuda.shared.array(0, uint16, alignment=1024))  # Q, dO; K, V; K, V
         s = cuda.local.array(32, float32)
@@ -126,8 +127,8 @@ def make_dq_kernel(HS: int) -> Kernel:
             delta[r] = quad_sum(total)
             lse2[r] = lse[int64(head) * T + row] * float32(LOG2_E)
             if there and (lane & 3) == 0:
-                rows[2 * int64(head) * T + row] = lse2[r]
-                rows[(2 * int64(head) + 1) * T + row] = delta[r]
+                lse_delta[2 * int64(head) * T + row] = lse2[r]
+                lse_delta[(2 * int64(head) + 1) * T + row] = delta[r]
             if not there:  # P = 1 and dP = 0, and so is dS: no part of the column sums
                 lse2[r] = float32(0)
                 delta[r] = float32(0)
@@ -195,33 +196,32 @@ def make_dkv_kernel(HS: int) -> Kernel:
     TILE = ROWS * HS  # elements
     QTILE = QUERIES * HS
     STAGE = 2 * QTILE  # a tile of Q and one of dO; there are two stages
-    VALUES = (2 * TILE + 2 * STAGE) // 2  # where lse2 and delta begin, counted in float32
+    LSE_DELTA = (2 * TILE + 2 * STAGE) // 2  # where lse2 and delta lie, in float32
     ACC = HS // 2  # registers of a thread for 64 x HS
     SCORES = QUERIES // 2  # and for 64 x QUERIES,
     PACKED = QUERIES // 4  # and for these in bf16
     BLOCKS = QUERIES // 8
     DIAGONAL = ROWS // QUERIES  # tiles that the diagonal crosses
-    bf16, rows = uint16[::1], float32[::1]
+    bf16, f32 = uint16[::1], float32[::1]
 
     @kernel(
-        void(bf16, bf16, bf16, rows, int32, int32, float32, float32),
+        void(bf16, bf16, bf16, f32, int32, int32, float32, float32),
         max_threads=THREADS,
         min_blocks=3 if HS == 64 else 2,
         exactly=(9, 0),
     )
-    def flash_wgmma_dkv_kernel(dqkv, dout, qkv, rows, T, NH, scale2, scale):
+    def flash_wgmma_dkv_kernel(dqkv, dout, qkv, lse_delta, T, NH, scale2, scale):
         """One block per 64 keys of a head: dk and dv, from the tiles of queries that see them.
 
-        rows (B, NH, 2, T): as flash_wgmma_dq_kernel left them.
+        lse_delta (B, NH, 2, T): lse2 and delta, as flash_wgmma_dq_kernel left them.
         Grid as by tile_grid(B * NH, ceil(T / 64)). scale2 = scale * log2(e).
 
-        Reads k and v once, q, dout and rows once per key tile, mostly from the second-level cache;
-        writes dk and dv: 12 HS + 8 bytes per token and head from and to memory.
+        Reads k and v once, q, dout and lse_delta once per key tile, mostly from the second-level
+        cache; writes dk and dv: 12 HS + 8 bytes per token and head from and to memory.
         """
         tile = keep_address(cuda.shared.array(0, uint16, alignment=1024))  # K, V; Q, dO; Q, dO
-        values = keep_address(
-            cuda.shared.array(0, float32, alignment=1024)
-        )  # behind these: lse2, delta; twice
+        # behind these lse2, delta; lse2, delta: float32, in the same memory
+        lse_delta_tile = keep_address(cuda.shared.array(0, float32, alignment=1024))
         s = cuda.local.array(SCORES, float32)
         dp = cuda.local.array(SCORES, float32)
         p = cuda.local.array(PACKED, int32)
@@ -247,20 +247,23 @@ def make_dkv_kernel(HS: int) -> Kernel:
         load_my_chunks(tile, TILE, qkv, q_next + 2 * C, stride, k0, T, ROWS, CHUNKS)
         load_my_chunks(tile, 2 * TILE, qkv, q_next, stride, k0, T, QUERIES, CHUNKS)
         load_my_chunks(tile, 2 * TILE + QTILE, dout, o_next, C, k0, T, QUERIES, CHUNKS)
-        # A thread copies one value of each tile: the first threads lse2, the next delta.
+        # Of the lse_delta of a tile a thread copies one value: the first QUERIES threads lse2, the
+        # next QUERIES delta.
         thread = int32(cuda.threadIdx.x)
         query = int32(k0 + (thread & (QUERIES - 1)))
-        value = 2 * int64(head) * T + query
+        lse_delta_next = 2 * int64(head) * T + query
         if thread >= QUERIES:
-            value += T
+            lse_delta_next += T
         if 2 * QUERIES == THREADS or thread < 2 * QUERIES:
-            copy_word_async_or_zero(values, VALUES + thread, rows, value, query < T)
+            copy_word_async_or_zero(
+                lse_delta_tile, LSE_DELTA + thread, lse_delta, lse_delta_next, query < T
+            )
         copy_async_commit()
         for i in range(ACC):
             dk[i] = float32(0)
             dv[i] = float32(0)
         corner = fragment_corner()
-        column = int32(VALUES + 2 * (thread & 3))
+        column = int32(LSE_DELTA + 2 * (thread & 3))
 
         stage = int32(0)
         q1 = int32(k0 + QUERIES)  # first query of the next tile
@@ -272,14 +275,16 @@ def make_dkv_kernel(HS: int) -> Kernel:
             if int32(j + 1) < tiles:
                 q_next += QUERIES * stride
                 o_next += QUERIES * C
-                value += QUERIES
+                lse_delta_next += QUERIES
                 query = int32(query + QUERIES)
                 at = int32(2 * TILE + other * STAGE)
                 load_my_chunks(tile, at, qkv, q_next, stride, q1, T, QUERIES, CHUNKS)
                 load_my_chunks(tile, at + QTILE, dout, o_next, C, q1, T, QUERIES, CHUNKS)
                 if 2 * QUERIES == THREADS or thread < 2 * QUERIES:
-                    to = int32(VALUES + other * (2 * QUERIES) + thread)
-                    copy_word_async_or_zero(values, to, rows, value, query < T)
+                    to = int32(LSE_DELTA + other * (2 * QUERIES) + thread)
+                    copy_word_async_or_zero(
+                        lse_delta_tile, to, lse_delta, lse_delta_next, query < T
+                    )
                 copy_async_commit()
                 q1 = int32(q1 + QUERIES)
             q_tile = int32(2 * TILE + stage * STAGE)
@@ -291,7 +296,7 @@ def make_dkv_kernel(HS: int) -> Kernel:
             if j < DIAGONAL:
                 mask_below(s, int32(corner - j * QUERIES), BLOCKS)
             for n in range(BLOCKS):
-                load_pair(lse2, values, int32(at + 8 * n))
+                load_pair(lse2, lse_delta_tile, int32(at + 8 * n))
                 for r in range(2):
                     for c in range(2):
                         i = 4 * n + 2 * r + c
@@ -300,7 +305,7 @@ def make_dkv_kernel(HS: int) -> Kernel:
             wgmma_ab(dv, p, tile, o_tile, QUERIES, HS)
             wgmma_wait(dp, SCORES, 1)
             for n in range(BLOCKS):
-                load_pair(delta, values, int32(at + QUERIES + 8 * n))
+                load_pair(delta, lse_delta_tile, int32(at + QUERIES + 8 * n))
                 for r in range(2):
                     for c in range(2):
                         i = 4 * n + 2 * r + c
