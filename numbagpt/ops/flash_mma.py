@@ -32,12 +32,12 @@ from numbagpt.ops.flash_tile import (
     ROWS,
     THREADS,
     fragment_corner,
-    load_my_chunks,
+    load_tile_async,
     mask_above,
-    my_chunk,
     online_softmax,
     quad_sum,
     scale_rows,
+    thread_offset,
 )
 
 
@@ -70,9 +70,9 @@ def make_forward_kernel(HS: int, itemsize: int, KEYS: int, min_blocks: int) -> K
         q = cuda.local.array(LEFT, int32)
         s = cuda.local.array(SCORES, float32)
         o = cuda.local.array(ACC, float32)
-        m = cuda.local.array(2, float32)
-        l = cuda.local.array(2, float32)
-        alpha = cuda.local.array(2, float32)
+        row_max = cuda.local.array(2, float32)
+        row_sum = cuda.local.array(2, float32)
+        rescale = cuda.local.array(2, float32)
 
         head = int32(cuda.blockIdx.z * cuda.gridDim.x + cuda.blockIdx.x)
         b = int32(head // NH)
@@ -82,17 +82,17 @@ def make_forward_kernel(HS: int, itemsize: int, KEYS: int, min_blocks: int) -> K
         C = int64(NH) * HS
         stride = 3 * C
         # Of token 0; k follows C behind q, and v behind k.
-        q_start = int64(b) * T * stride + h * HS + my_chunk(stride, WIDTH, CHUNKS)
-        load_my_chunks(tile, 0, qkv, q_start + q0 * stride, stride, q0, T, ROWS, CHUNKS)
+        q_start = int64(b) * T * stride + h * HS + thread_offset(stride, WIDTH, CHUNKS)
+        load_tile_async(tile, 0, qkv, q_start + q0 * stride, stride, q0, T, ROWS, CHUNKS)
         k_next = q_start + C
-        load_my_chunks(tile, TILE, qkv, k_next, stride, 0, T, KEYS, CHUNKS)
-        load_my_chunks(tile, TILE + KTILE, qkv, k_next + C, stride, 0, T, KEYS, CHUNKS)
+        load_tile_async(tile, TILE, qkv, k_next, stride, 0, T, KEYS, CHUNKS)
+        load_tile_async(tile, TILE + KTILE, qkv, k_next + C, stride, 0, T, KEYS, CHUNKS)
         copy_async_commit()
         for i in range(ACC):
             o[i] = float32(0)
         for r in range(2):
-            m[r] = LOWEST
-            l[r] = float32(0)
+            row_max[r] = LOWEST
+            row_sum[r] = float32(0)
         corner = fragment_corner()
 
         copy_async_wait(0)
@@ -107,26 +107,26 @@ def make_forward_kernel(HS: int, itemsize: int, KEYS: int, min_blocks: int) -> K
             k1 = int32(k0 + KEYS)
             if k1 < end:
                 k_next += KEYS * stride
-                load_my_chunks(tile, other, qkv, k_next, stride, k1, T, KEYS, CHUNKS)
-                load_my_chunks(tile, other + KTILE, qkv, k_next + C, stride, k1, T, KEYS, CHUNKS)
+                load_tile_async(tile, other, qkv, k_next, stride, k1, T, KEYS, CHUNKS)
+                load_tile_async(tile, other + KTILE, qkv, k_next + C, stride, k1, T, KEYS, CHUNKS)
                 copy_async_commit()
             rows_times_rows(s, q, tile, stage, KEYS, CHUNKS)
             if k1 > q0:
                 mask_above(s, int32(corner + q0 - k0), KEYS // 8)
-            online_softmax(s, m, l, alpha, scale2, KEYS // 8)
-            scale_rows(o, alpha, HS // 8)
+            online_softmax(s, row_max, row_sum, rescale, scale2, KEYS // 8)
+            scale_rows(o, rescale, HS // 8)
             weights_times_rows(o, s, tile, stage + KTILE, KEYS, CHUNKS)
             k0 = k1
 
         lane = int32(cuda.threadIdx.x & 31)
         first = int32(q0 + (cuda.threadIdx.x >> 5) * 16 + (lane >> 2))
         for r in range(2):
-            total = quad_sum(l[r])
-            l[r] = reciprocal(total)
+            total = quad_sum(row_sum[r])
+            row_sum[r] = reciprocal(total)
             row = int32(first + 8 * r)
             if (lane & 3) == 0 and row < T:
-                lse[int64(head) * T + row] = (m[r] * scale2 + log2(total)) * float32(LN_2)
-        scale_rows(o, l, HS // 8)
+                lse[int64(head) * T + row] = (row_max[r] * scale2 + log2(total)) * float32(LN_2)
+        scale_rows(o, row_sum, HS // 8)
         o_start = (int64(b) * T + q0) * C + h * HS
         store_rows(tile, 0, o, float32(1), out, o_start, C, q0, T, CHUNKS)
 

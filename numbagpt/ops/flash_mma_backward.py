@@ -39,15 +39,15 @@ from numbagpt.ops.flash_mma_products import (
 from numbagpt.ops.flash_tile import (
     ROWS,
     THREADS,
+    column_sum_weights,
     fragment_corner,
-    load_my_chunks,
+    load_tile_async,
     mask_above,
     mask_below,
-    my_chunk,
-    ones_in_half,
     quad_sum,
-    store_sums,
-    take_up,
+    shared_to_global,
+    store_column_sums,
+    thread_offset,
 )
 
 
@@ -121,13 +121,13 @@ def make_dq_kernel(HS: int, itemsize: int, KEYS: int, min_blocks: int, KEPT: int
         stride = 3 * C
         q_start = int64(b) * T * stride + h * HS  # of token 0; k follows C behind q, v behind k
         o_start = int64(b) * T * C + h * HS
-        share = my_chunk(stride, WIDTH, CHUNKS)
-        load_my_chunks(tile, 0, qkv, q_start + q0 * stride + share, stride, q0, T, ROWS, CHUNKS)
-        o_share = o_start + q0 * C + my_chunk(C, WIDTH, CHUNKS)
-        load_my_chunks(tile, TILE, dout, o_share, C, q0, T, ROWS, CHUNKS)
+        share = thread_offset(stride, WIDTH, CHUNKS)
+        load_tile_async(tile, 0, qkv, q_start + q0 * stride + share, stride, q0, T, ROWS, CHUNKS)
+        o_share = o_start + q0 * C + thread_offset(C, WIDTH, CHUNKS)
+        load_tile_async(tile, TILE, dout, o_share, C, q0, T, ROWS, CHUNKS)
         k_next = q_start + C + share
-        load_my_chunks(tile, 2 * TILE, qkv, k_next, stride, 0, T, KEYS, CHUNKS)
-        load_my_chunks(tile, 2 * TILE + KTILE, qkv, k_next + C, stride, 0, T, KEYS, CHUNKS)
+        load_tile_async(tile, 2 * TILE, qkv, k_next, stride, 0, T, KEYS, CHUNKS)
+        load_tile_async(tile, 2 * TILE + KTILE, qkv, k_next + C, stride, 0, T, KEYS, CHUNKS)
         copy_async_commit()
 
         lane = int32(cuda.threadIdx.x & 31)
@@ -164,8 +164,8 @@ def make_dq_kernel(HS: int, itemsize: int, KEYS: int, min_blocks: int, KEPT: int
             k1 = int32(k0 + KEYS)
             if k1 < end:
                 k_next += KEYS * stride
-                load_my_chunks(tile, other, qkv, k_next, stride, k1, T, KEYS, CHUNKS)
-                load_my_chunks(tile, other + KTILE, qkv, k_next + C, stride, k1, T, KEYS, CHUNKS)
+                load_tile_async(tile, other, qkv, k_next, stride, k1, T, KEYS, CHUNKS)
+                load_tile_async(tile, other + KTILE, qkv, k_next + C, stride, k1, T, KEYS, CHUNKS)
                 copy_async_commit()
             if KEPT >= 1:
                 rows_times_rows(s, q, tile, stage, KEYS, CHUNKS)
@@ -187,16 +187,16 @@ def make_dq_kernel(HS: int, itemsize: int, KEYS: int, min_blocks: int, KEPT: int
         cuda.syncthreads()
         lay_out_rows(tile, 0, dq, scale, CHUNKS)
         cuda.syncthreads()
-        take_up(tile, 0, dqkv, q_start + q0 * stride, stride, q0, T, CHUNKS)
+        shared_to_global(tile, 0, dqkv, q_start + q0 * stride, stride, q0, T, CHUNKS)
         if with_sums != 0 and cuda.threadIdx.x < 32:
             for i in range(ACC):
                 dq[i] = float32(0)
-            ones_in_half(ones, 0, ROWS // 8)
+            column_sum_weights(ones, 0, ROWS // 8)
             weights_times_rows(dq, ones, tile, 0, ROWS, CHUNKS)
-            ones_in_half(ones, 1, ROWS // 8)
+            column_sum_weights(ones, 1, ROWS // 8)
             weights_times_rows(dq, ones, tile, TILE, ROWS, CHUNKS)
             number = int32(cuda.gridDim.y - 1 - cuda.blockIdx.y)
-            store_sums(tile_sums, number, tile, dq, NH, HS)
+            store_column_sums(tile_sums, number, tile, dq, NH, HS)
 
     flash_mma_dq_kernel.__name__ += f"_{HS}"
     return flash_mma_dq_kernel
@@ -234,7 +234,7 @@ def make_dkv_kernel(HS: int, itemsize: int, QUERIES: int, min_blocks: int, KEPT:
         """
         tile = keep_address(cuda.shared.array(0, qkv.dtype, alignment=1024))  # K, V; Q, dO; Q, dO
         # behind these lse2, delta; lse2, delta: float32, in the same memory
-        lse_delta_tile = keep_address(cuda.shared.array(0, float32, alignment=1024))
+        shared_lse_delta = keep_address(cuda.shared.array(0, float32, alignment=1024))
         k = cuda.local.array(LEFT, int32)
         v = cuda.local.array(LEFT, int32)
         s = cuda.local.array(SCORES, float32)
@@ -251,12 +251,12 @@ def make_dkv_kernel(HS: int, itemsize: int, QUERIES: int, min_blocks: int, KEPT:
         stride = 3 * C
         token = int64(b) * T + k0
         k_start = token * stride + h * HS + C
-        q_next = k_start - C + my_chunk(stride, WIDTH, CHUNKS)
-        o_next = token * C + h * HS + my_chunk(C, WIDTH, CHUNKS)
-        load_my_chunks(tile, 0, qkv, q_next + C, stride, k0, T, ROWS, CHUNKS)
-        load_my_chunks(tile, TILE, qkv, q_next + 2 * C, stride, k0, T, ROWS, CHUNKS)
-        load_my_chunks(tile, 2 * TILE, qkv, q_next, stride, k0, T, QUERIES, CHUNKS)
-        load_my_chunks(tile, 2 * TILE + QTILE, dout, o_next, C, k0, T, QUERIES, CHUNKS)
+        q_next = k_start - C + thread_offset(stride, WIDTH, CHUNKS)
+        o_next = token * C + h * HS + thread_offset(C, WIDTH, CHUNKS)
+        load_tile_async(tile, 0, qkv, q_next + C, stride, k0, T, ROWS, CHUNKS)
+        load_tile_async(tile, TILE, qkv, q_next + 2 * C, stride, k0, T, ROWS, CHUNKS)
+        load_tile_async(tile, 2 * TILE, qkv, q_next, stride, k0, T, QUERIES, CHUNKS)
+        load_tile_async(tile, 2 * TILE + QTILE, dout, o_next, C, k0, T, QUERIES, CHUNKS)
         # Of the lse_delta of a tile a thread copies one value: the first QUERIES threads lse2, the
         # next QUERIES delta.
         thread = int32(cuda.threadIdx.x)
@@ -266,7 +266,7 @@ def make_dkv_kernel(HS: int, itemsize: int, QUERIES: int, min_blocks: int, KEPT:
             lse_delta_next += T
         if thread < 2 * QUERIES:
             copy_word_async_or_zero(
-                lse_delta_tile, LSE_DELTA + thread, lse_delta, lse_delta_next, query < T
+                shared_lse_delta, LSE_DELTA + thread, lse_delta, lse_delta_next, query < T
             )
         copy_async_commit()
         for i in range(ACC):
@@ -294,12 +294,12 @@ def make_dkv_kernel(HS: int, itemsize: int, QUERIES: int, min_blocks: int, KEPT:
                 lse_delta_next += QUERIES
                 query = int32(query + QUERIES)
                 at = int32(2 * TILE + other * STAGE)
-                load_my_chunks(tile, at, qkv, q_next, stride, q1, T, QUERIES, CHUNKS)
-                load_my_chunks(tile, at + QTILE, dout, o_next, C, q1, T, QUERIES, CHUNKS)
+                load_tile_async(tile, at, qkv, q_next, stride, q1, T, QUERIES, CHUNKS)
+                load_tile_async(tile, at + QTILE, dout, o_next, C, q1, T, QUERIES, CHUNKS)
                 if thread < 2 * QUERIES:
                     to = int32(LSE_DELTA + other * (2 * QUERIES) + thread)
                     copy_word_async_or_zero(
-                        lse_delta_tile, to, lse_delta, lse_delta_next, query < T
+                        shared_lse_delta, to, lse_delta, lse_delta_next, query < T
                     )
                 copy_async_commit()
             q_tile = int32(2 * TILE + stage * STAGE)
@@ -312,7 +312,7 @@ def make_dkv_kernel(HS: int, itemsize: int, QUERIES: int, min_blocks: int, KEPT:
             if q0 < int32(k0 + ROWS):
                 mask_below(s, int32(corner + k0 - q0), QUERIES // 8)
             for n in range(QUERIES // 8):
-                load_pair(pair, lse_delta_tile, int32(at + 8 * n))
+                load_pair(pair, shared_lse_delta, int32(at + 8 * n))
                 for i in range(4 * n, 4 * n + 4, 2):
                     s[i] = exp2(s[i] * scale2 - pair[0])
                     s[i + 1] = exp2(s[i + 1] * scale2 - pair[1])
@@ -322,7 +322,7 @@ def make_dkv_kernel(HS: int, itemsize: int, QUERIES: int, min_blocks: int, KEPT:
             else:
                 tile_times_rows(dp, tile, TILE, o_tile, QUERIES, CHUNKS)
             for n in range(QUERIES // 8):
-                load_pair(pair, lse_delta_tile, int32(at + QUERIES + 8 * n))
+                load_pair(pair, shared_lse_delta, int32(at + QUERIES + 8 * n))
                 for i in range(4 * n, 4 * n + 4, 2):
                     s[i] *= dp[i] - pair[0]
                     s[i + 1] *= dp[i + 1] - pair[1]

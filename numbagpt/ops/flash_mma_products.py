@@ -42,7 +42,7 @@ from numbagpt.gpu.mma import (
 )
 from numbagpt.gpu.ptx import load_pair, pack_bf16
 from numbagpt.gpu.vec import store, width
-from numbagpt.ops.flash_tile import ROWS, lay_out, swizzled, take_up
+from numbagpt.ops.flash_tile import ROWS, fragment_to_shared, shared_to_global, swizzled
 
 # ---- one mma.sync for both kinds of storage ------------------------------------------------------
 
@@ -191,7 +191,7 @@ def lay_out_rows(tile, offset, acc, factor, chunks):
     Each warp writes its own 16 rows.
     """
     if width(tile) == 8:
-        lay_out(tile, offset, acc, factor, chunks)
+        fragment_to_shared(tile, offset, acc, factor, chunks)
     else:
         lane = int32(cuda.threadIdx.x & 31)
         x = cuda.local.array(4, float32)
@@ -214,4 +214,4 @@ def store_rows(tile, offset, acc, factor, target, start, stride, first, T, chunk
     """
     lay_out_rows(tile, offset, acc, factor, chunks)
     cuda.syncwarp()
-    take_up(tile, offset, target, start, stride, first, T, chunks)
+    shared_to_global(tile, offset, target, start, stride, first, T, chunks)

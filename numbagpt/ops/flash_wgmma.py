@@ -37,14 +37,14 @@ from numbagpt.ops.flash_tile import (
     ROWS,
     THREADS,
     fragment_corner,
-    load_my_chunks,
+    load_tile_async,
     mask_above,
-    my_chunk,
     online_softmax,
     pack_rows,
     quad_sum,
     scale_rows,
-    store_tile,
+    store_fragment,
+    thread_offset,
 )
 
 HEAD_SIZES = (64, 128)
@@ -79,9 +79,9 @@ def make_forward_kernel(HS: int) -> Kernel:
         s = cuda.local.array(32, float32)
         p = cuda.local.array(16, int32)
         o = cuda.local.array(ACC, float32)
-        m = cuda.local.array(2, float32)
-        l = cuda.local.array(2, float32)
-        alpha = cuda.local.array(2, float32)
+        row_max = cuda.local.array(2, float32)
+        row_sum = cuda.local.array(2, float32)
+        rescale = cuda.local.array(2, float32)
 
         head = int32(cuda.blockIdx.z * cuda.gridDim.x + cuda.blockIdx.x)
         b = int32(head // NH)
@@ -91,21 +91,21 @@ def make_forward_kernel(HS: int) -> Kernel:
         C = int64(NH) * HS
         stride = 3 * C
         # Of token 0; k follows C behind q, and v behind k.
-        q_start = int64(b) * T * stride + h * HS + my_chunk(stride, 8, CHUNKS)
-        load_my_chunks(tile, 0, qkv, q_start + q0 * stride, stride, q0, T, ROWS, CHUNKS)
+        q_start = int64(b) * T * stride + h * HS + thread_offset(stride, 8, CHUNKS)
+        load_tile_async(tile, 0, qkv, q_start + q0 * stride, stride, q0, T, ROWS, CHUNKS)
         k_next = q_start + C
-        load_my_chunks(tile, TILE, qkv, k_next, stride, 0, T, ROWS, CHUNKS)
-        load_my_chunks(tile, TILE + TILE, qkv, k_next + C, stride, 0, T, ROWS, CHUNKS)
+        load_tile_async(tile, TILE, qkv, k_next, stride, 0, T, ROWS, CHUNKS)
+        load_tile_async(tile, TILE + TILE, qkv, k_next + C, stride, 0, T, ROWS, CHUNKS)
         copy_async_commit()
         k_next += ROWS * stride
         if tiles > 1:
-            load_my_chunks(tile, STAGE + TILE, qkv, k_next, stride, ROWS, T, ROWS, CHUNKS)
+            load_tile_async(tile, STAGE + TILE, qkv, k_next, stride, ROWS, T, ROWS, CHUNKS)
             copy_async_commit()
         for i in range(ACC):
             o[i] = float32(0)
         for r in range(2):
-            m[r] = LOWEST
-            l[r] = float32(0)
+            row_max[r] = LOWEST
+            row_sum[r] = float32(0)
         corner = fragment_corner()
 
         copy_async_wait(0)
@@ -115,7 +115,7 @@ def make_forward_kernel(HS: int) -> Kernel:
         wgmma_wait(s, 32, 0)
         if tiles == 1:
             mask_above(s, corner, 8)
-        online_softmax(s, m, l, alpha, scale2, 8)
+        online_softmax(s, row_max, row_sum, rescale, scale2, 8)
         pack_rows(s, p, 8)
 
         stage = int32(0)
@@ -127,21 +127,21 @@ def make_forward_kernel(HS: int) -> Kernel:
             # K of tile j + 1 and V of tile j are there; K of tile j and V of j - 1 are used up.
             cuda.syncthreads()
             other = int32(stage ^ STAGE)
-            load_my_chunks(tile, other + 2 * TILE, qkv, k_next + C, stride, k1, T, ROWS, CHUNKS)
+            load_tile_async(tile, other + 2 * TILE, qkv, k_next + C, stride, k1, T, ROWS, CHUNKS)
             k_next += ROWS * stride
             k2 = int32(k1 + ROWS)
             if int32(j + 2) < tiles:
-                load_my_chunks(tile, stage + TILE, qkv, k_next, stride, k2, T, ROWS, CHUNKS)
+                load_tile_async(tile, stage + TILE, qkv, k_next, stride, k2, T, ROWS, CHUNKS)
             copy_async_commit()
             wgmma_abt(s, tile, 0, tile, other + TILE, ROWS, HS)
             wgmma_ab(o, p, tile, stage + 2 * TILE, ROWS, HS)
             wgmma_wait(s, 32, 1)
             if int32(j + 2) == tiles:
                 mask_above(s, corner, 8)
-            online_softmax(s, m, l, alpha, scale2, 8)
+            online_softmax(s, row_max, row_sum, rescale, scale2, 8)
             wgmma_wait(o, ACC, 0)
             pack_rows(s, p, 8)
-            scale_rows(o, alpha, CHUNKS)
+            scale_rows(o, rescale, CHUNKS)
             stage = other
             k1 = k2
 
@@ -153,14 +153,14 @@ def make_forward_kernel(HS: int) -> Kernel:
         lane = int32(cuda.threadIdx.x & 31)
         first = int32((cuda.threadIdx.x >> 5) * 16 + (lane >> 2))
         for r in range(2):
-            total = quad_sum(l[r])
-            l[r] = reciprocal(total)
+            total = quad_sum(row_sum[r])
+            row_sum[r] = reciprocal(total)
             row = int32(q0 + first + 8 * r)
             if (lane & 3) == 0 and row < T:
-                lse[int64(head) * T + row] = (m[r] * scale2 + log2(total)) * float32(LN_2)
-        scale_rows(o, l, CHUNKS)
+                lse[int64(head) * T + row] = (row_max[r] * scale2 + log2(total)) * float32(LN_2)
+        scale_rows(o, row_sum, CHUNKS)
         o_start = (int64(b) * T + q0) * C + h * HS
-        store_tile(tile, 0, o, float32(1), out, o_start, C, q0, T, CHUNKS)
+        store_fragment(tile, 0, o, float32(1), out, o_start, C, q0, T, CHUNKS)
 
     flash_wgmma_forward_kernel.__name__ += f"_{HS}"
     return flash_wgmma_forward_kernel

@@ -36,18 +36,18 @@ from numbagpt.gpu.wgmma import wgmma_ab, wgmma_abt, wgmma_wait
 from numbagpt.ops.flash_tile import (
     ROWS,
     THREADS,
+    column_sum_weights,
     fragment_corner,
-    lay_out,
-    load_my_chunks,
+    fragment_to_shared,
+    load_tile_async,
     mask_above,
     mask_below,
-    my_chunk,
-    ones_in_half,
     pack_rows,
     quad_sum,
-    store_sums,
-    store_tile,
-    take_up,
+    shared_to_global,
+    store_column_sums,
+    store_fragment,
+    thread_offset,
 )
 from numbagpt.ops.flash_wgmma import HEAD_SIZES
 
@@ -101,13 +101,13 @@ def make_dq_kernel(HS: int) -> Kernel:
         stride = 3 * C
         q_start = int64(b) * T * stride + h * HS  # of token 0; k follows C behind q, v behind k
         o_start = int64(b) * T * C + h * HS
-        share = my_chunk(stride, 8, CHUNKS)
-        load_my_chunks(tile, 0, qkv, q_start + q0 * stride + share, stride, q0, T, ROWS, CHUNKS)
-        o_next = o_start + q0 * C + my_chunk(C, 8, CHUNKS)
-        load_my_chunks(tile, TILE, dout, o_next, C, q0, T, ROWS, CHUNKS)
+        share = thread_offset(stride, 8, CHUNKS)
+        load_tile_async(tile, 0, qkv, q_start + q0 * stride + share, stride, q0, T, ROWS, CHUNKS)
+        o_next = o_start + q0 * C + thread_offset(C, 8, CHUNKS)
+        load_tile_async(tile, TILE, dout, o_next, C, q0, T, ROWS, CHUNKS)
         k_next = q_start + C + share
-        load_my_chunks(tile, STAGE, qkv, k_next, stride, 0, T, ROWS, CHUNKS)
-        load_my_chunks(tile, STAGE + TILE, qkv, k_next + C, stride, 0, T, ROWS, CHUNKS)
+        load_tile_async(tile, STAGE, qkv, k_next, stride, 0, T, ROWS, CHUNKS)
+        load_tile_async(tile, STAGE + TILE, qkv, k_next + C, stride, 0, T, ROWS, CHUNKS)
         copy_async_commit()
 
         lane = int32(cuda.threadIdx.x & 31)
@@ -145,8 +145,8 @@ def make_dq_kernel(HS: int) -> Kernel:
             if int32(j + 1) < tiles:
                 k1 = int32(ROWS * (j + 1))
                 k_next += ROWS * stride
-                load_my_chunks(tile, other, qkv, k_next, stride, k1, T, ROWS, CHUNKS)
-                load_my_chunks(tile, other + TILE, qkv, k_next + C, stride, k1, T, ROWS, CHUNKS)
+                load_tile_async(tile, other, qkv, k_next, stride, k1, T, ROWS, CHUNKS)
+                load_tile_async(tile, other + TILE, qkv, k_next + C, stride, k1, T, ROWS, CHUNKS)
                 copy_async_commit()
             wgmma_abt(s, tile, 0, tile, stage, ROWS, HS)
             wgmma_abt(dp, tile, TILE, tile, stage + TILE, ROWS, HS)
@@ -169,21 +169,21 @@ def make_dq_kernel(HS: int) -> Kernel:
             wgmma_wait(dq, ACC, 0)
             stage = other
         cuda.syncthreads()
-        lay_out(tile, 0, dq, scale, CHUNKS)
+        fragment_to_shared(tile, 0, dq, scale, CHUNKS)
         fence_async_proxy()
         cuda.syncthreads()
-        take_up(tile, 0, dqkv, q_start + q0 * stride, stride, q0, T, CHUNKS)
+        shared_to_global(tile, 0, dqkv, q_start + q0 * stride, stride, q0, T, CHUNKS)
         if with_sums != 0:
             for i in range(ACC):
                 dq[i] = float32(0)
-            ones_in_half(s, 0, 8)
+            column_sum_weights(s, 0, 8)
             pack_rows(s, ds, 8)
             wgmma_ab(dq, ds, tile, 0, ROWS, HS)
-            ones_in_half(s, 1, 8)
+            column_sum_weights(s, 1, 8)
             pack_rows(s, more_ones, 8)
             wgmma_ab(dq, more_ones, tile, TILE, ROWS, HS)
             wgmma_wait(dq, ACC, 0)
-            store_sums(tile_sums, int32(tiles - 1), tile, dq, NH, HS)
+            store_column_sums(tile_sums, int32(tiles - 1), tile, dq, NH, HS)
 
     flash_wgmma_dq_kernel.__name__ += f"_{HS}"
     return flash_wgmma_dq_kernel
@@ -221,7 +221,7 @@ def make_dkv_kernel(HS: int) -> Kernel:
         """
         tile = keep_address(cuda.shared.array(0, uint16, alignment=1024))  # K, V; Q, dO; Q, dO
         # behind these lse2, delta; lse2, delta: float32, in the same memory
-        lse_delta_tile = keep_address(cuda.shared.array(0, float32, alignment=1024))
+        shared_lse_delta = keep_address(cuda.shared.array(0, float32, alignment=1024))
         s = cuda.local.array(SCORES, float32)
         dp = cuda.local.array(SCORES, float32)
         p = cuda.local.array(PACKED, int32)
@@ -241,12 +241,12 @@ def make_dkv_kernel(HS: int) -> Kernel:
         token = int64(b) * T + k0
         k_start = token * stride + h * HS + C
         v_start = k_start + C
-        q_next = k_start - C + my_chunk(stride, 8, CHUNKS)
-        o_next = token * C + h * HS + my_chunk(C, 8, CHUNKS)
-        load_my_chunks(tile, 0, qkv, q_next + C, stride, k0, T, ROWS, CHUNKS)
-        load_my_chunks(tile, TILE, qkv, q_next + 2 * C, stride, k0, T, ROWS, CHUNKS)
-        load_my_chunks(tile, 2 * TILE, qkv, q_next, stride, k0, T, QUERIES, CHUNKS)
-        load_my_chunks(tile, 2 * TILE + QTILE, dout, o_next, C, k0, T, QUERIES, CHUNKS)
+        q_next = k_start - C + thread_offset(stride, 8, CHUNKS)
+        o_next = token * C + h * HS + thread_offset(C, 8, CHUNKS)
+        load_tile_async(tile, 0, qkv, q_next + C, stride, k0, T, ROWS, CHUNKS)
+        load_tile_async(tile, TILE, qkv, q_next + 2 * C, stride, k0, T, ROWS, CHUNKS)
+        load_tile_async(tile, 2 * TILE, qkv, q_next, stride, k0, T, QUERIES, CHUNKS)
+        load_tile_async(tile, 2 * TILE + QTILE, dout, o_next, C, k0, T, QUERIES, CHUNKS)
         # Of the lse_delta of a tile a thread copies one value: the first QUERIES threads lse2, the
         # next QUERIES delta.
         thread = int32(cuda.threadIdx.x)
@@ -256,7 +256,7 @@ def make_dkv_kernel(HS: int) -> Kernel:
             lse_delta_next += T
         if 2 * QUERIES == THREADS or thread < 2 * QUERIES:
             copy_word_async_or_zero(
-                lse_delta_tile, LSE_DELTA + thread, lse_delta, lse_delta_next, query < T
+                shared_lse_delta, LSE_DELTA + thread, lse_delta, lse_delta_next, query < T
             )
         copy_async_commit()
         for i in range(ACC):
@@ -278,12 +278,12 @@ def make_dkv_kernel(HS: int) -> Kernel:
                 lse_delta_next += QUERIES
                 query = int32(query + QUERIES)
                 at = int32(2 * TILE + other * STAGE)
-                load_my_chunks(tile, at, qkv, q_next, stride, q1, T, QUERIES, CHUNKS)
-                load_my_chunks(tile, at + QTILE, dout, o_next, C, q1, T, QUERIES, CHUNKS)
+                load_tile_async(tile, at, qkv, q_next, stride, q1, T, QUERIES, CHUNKS)
+                load_tile_async(tile, at + QTILE, dout, o_next, C, q1, T, QUERIES, CHUNKS)
                 if 2 * QUERIES == THREADS or thread < 2 * QUERIES:
                     to = int32(LSE_DELTA + other * (2 * QUERIES) + thread)
                     copy_word_async_or_zero(
-                        lse_delta_tile, to, lse_delta, lse_delta_next, query < T
+                        shared_lse_delta, to, lse_delta, lse_delta_next, query < T
                     )
                 copy_async_commit()
                 q1 = int32(q1 + QUERIES)
@@ -296,7 +296,7 @@ def make_dkv_kernel(HS: int) -> Kernel:
             if j < DIAGONAL:
                 mask_below(s, int32(corner - j * QUERIES), BLOCKS)
             for n in range(BLOCKS):
-                load_pair(lse2, lse_delta_tile, int32(at + 8 * n))
+                load_pair(lse2, shared_lse_delta, int32(at + 8 * n))
                 for r in range(2):
                     for c in range(2):
                         i = 4 * n + 2 * r + c
@@ -305,7 +305,7 @@ def make_dkv_kernel(HS: int) -> Kernel:
             wgmma_ab(dv, p, tile, o_tile, QUERIES, HS)
             wgmma_wait(dp, SCORES, 1)
             for n in range(BLOCKS):
-                load_pair(delta, lse_delta_tile, int32(at + QUERIES + 8 * n))
+                load_pair(delta, shared_lse_delta, int32(at + QUERIES + 8 * n))
                 for r in range(2):
                     for c in range(2):
                         i = 4 * n + 2 * r + c
@@ -316,8 +316,8 @@ def make_dkv_kernel(HS: int) -> Kernel:
             wgmma_wait(dk, ACC, 0)
             stage = other
         cuda.syncthreads()
-        store_tile(tile, 0, dk, scale, dqkv, k_start, stride, k0, T, CHUNKS)
-        store_tile(tile, TILE, dv, float32(1), dqkv, v_start, stride, k0, T, CHUNKS)
+        store_fragment(tile, 0, dk, scale, dqkv, k_start, stride, k0, T, CHUNKS)
+        store_fragment(tile, TILE, dv, float32(1), dqkv, v_start, stride, k0, T, CHUNKS)
 
     flash_wgmma_dkv_kernel.__name__ += f"_{HS}"
     return flash_wgmma_dkv_kernel
