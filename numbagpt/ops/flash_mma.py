@@ -25,7 +25,7 @@ from numbagpt.gpu.reduce import LOWEST
 from numbagpt.ops.flash_mma_products import (
     load_left_rows,
     rows_times_rows,
-    store_rows,
+    store_product,
     weights_times_rows,
 )
 from numbagpt.ops.flash_tile import (
@@ -128,7 +128,7 @@ def make_forward_kernel(HS: int, itemsize: int, KEYS: int, min_blocks: int) -> K
                 lse[int64(head) * T + row] = (row_max[r] * scale2 + log2(total)) * float32(LN_2)
         scale_rows(o, row_sum, HS // 8)
         o_start = (int64(b) * T + q0) * C + h * HS
-        store_rows(tile, 0, o, float32(1), out, o_start, C, q0, T, CHUNKS)
+        store_product(tile, 0, o, float32(1), out, o_start, C, q0, T, CHUNKS)
 
     flash_mma_forward_kernel.__name__ += f"_{HS}"
     return flash_mma_forward_kernel

@@ -29,10 +29,10 @@ from numbagpt.gpu.ptx import (
 from numbagpt.gpu.vec import MAX_WIDTH, load, width
 from numbagpt.ops.flash_mma import storage
 from numbagpt.ops.flash_mma_products import (
-    lay_out_rows,
     load_left_rows,
+    product_to_shared,
     rows_times_rows,
-    store_rows,
+    store_product,
     tile_times_rows,
     weights_times_rows,
 )
@@ -185,7 +185,7 @@ def make_dq_kernel(HS: int, itemsize: int, KEYS: int, min_blocks: int, KEPT: int
             weights_times_rows(dq, s, tile, stage, KEYS, CHUNKS)
             k0 = k1
         cuda.syncthreads()
-        lay_out_rows(tile, 0, dq, scale, CHUNKS)
+        product_to_shared(tile, 0, dq, scale, CHUNKS)
         cuda.syncthreads()
         shared_to_global(tile, 0, dqkv, q_start + q0 * stride, stride, q0, T, CHUNKS)
         if with_sums != 0 and cuda.threadIdx.x < 32:
@@ -330,8 +330,8 @@ def make_dkv_kernel(HS: int, itemsize: int, QUERIES: int, min_blocks: int, KEPT:
             stage = other
             q0 = q1
         cuda.syncthreads()
-        store_rows(tile, 0, dk, scale, dqkv, k_start, stride, k0, T, CHUNKS)
-        store_rows(tile, TILE, dv, float32(1), dqkv, k_start + C, stride, k0, T, CHUNKS)
+        store_product(tile, 0, dk, scale, dqkv, k_start, stride, k0, T, CHUNKS)
+        store_product(tile, TILE, dv, float32(1), dqkv, k_start + C, stride, k0, T, CHUNKS)
 
     flash_mma_dkv_kernel.__name__ += f"_{HS}"
     return flash_mma_dkv_kernel
