@@ -1,6 +1,7 @@
 """Flash attention on Hopper: bf16, head sizes 64 and 128, products by wgmma.
 
-flash_attention.py has the maths, flash_tile.py the layouts, gpu/wgmma.py the products.
+flash_attention.py has the maths, flash_tile.py the layouts and the names, gpu/wgmma.py the
+products.
 
 A block is one warpgroup, 128 threads, and owns 64 rows: queries, in the kernels that compute out
 and dq, or keys, in the one that computes dk and dv. Its rows stay in shared memory; tiles of the
@@ -9,14 +10,18 @@ on. The accumulators stay in registers for the whole loop. No block writes what 
 no atomics, and the same bits at every run.
 
 What keeps the tensor cores busy is mostly that 3 or 4 such blocks share a multiprocessor, some in
-their products while others are in their exponentials. Therefore registers are counted: 65536
-divided by 128 threads is 128 for each at 4 blocks, 168 at 3, 255 at 2.
+their products while others are in their exponentials. Therefore registers are counted. A
+multiprocessor has 65536. 4 blocks of 128 threads leave 65536 / (4 * 128) = 128 to a thread, 3 leave
+168, and 2 leave 255, the most that a thread can have.
 
 Blocks differ in length, since under a causal mask the last queries see all keys and the first only
 their own tile. The long ones start first, and the short ones fill the gaps at the end.
 
-Rows from T on are zeros in shared memory and never stored. A key beyond T lies behind every query
-and falls to the causal mask. A query beyond T has dO = 0 and adds nothing to dk and dv.
+Rows from T on are zeros in shared memory and never stored. A key beyond T comes after every query,
+so the causal mask covers it. A query beyond T has dO = 0 and adds nothing to dk and dv.
+
+wgmma reads shared memory by a path of its own. So between the arrival of a copy and the barrier
+there is always a `fence_async_proxy`: see gpu/ptx.py.
 """
 
 from numba import cuda, float32, int32, int64, uint16, void
@@ -68,14 +73,18 @@ def make_forward_kernel(HS: int) -> Kernel:
 
         Grid as by tile_grid(B * NH, ceil(T / 64)). scale2 = scale * log2(e).
 
-        K runs one tile ahead of V. Each turn starts the scores of the next tile and the product of
-        the current probabilities with V together; the softmax of the next tile is computed while
-        the tensor cores still work on the latter.
+        K runs one tile ahead of V. Each turn of the loop starts two products together: the scores
+        of the next tile, and P of the current tile with its V. The softmax of the next tile is
+        computed while the tensor cores still work on the second.
 
         Reads q once and k, v once per query tile, from the second-level cache but for the first
         time; writes out and lse: 8 HS + 4 bytes per token and head from and to memory.
         """
-        tile = keep_address(cuda.shared.array(0, uint16, alignment=1024))  # Q; K, V; K, V
+        # tile:    Q   K      V        K        V
+        # index:   0   TILE   2 TILE   3 TILE   4 TILE
+        #              stage 0         stage STAGE = 2 TILE
+        # Of a stage, K is at stage + TILE and V at stage + 2 TILE.
+        tile = keep_address(cuda.shared.array(0, uint16, alignment=1024))
         s = cuda.local.array(32, float32)
         p = cuda.local.array(16, int32)
         o = cuda.local.array(ACC, float32)
@@ -95,7 +104,7 @@ def make_forward_kernel(HS: int) -> Kernel:
         load_tile_async(tile, 0, qkv, q_start + q0 * stride, stride, q0, T, ROWS, CHUNKS)
         k_next = q_start + C
         load_tile_async(tile, TILE, qkv, k_next, stride, 0, T, ROWS, CHUNKS)
-        load_tile_async(tile, TILE + TILE, qkv, k_next + C, stride, 0, T, ROWS, CHUNKS)
+        load_tile_async(tile, 2 * TILE, qkv, k_next + C, stride, 0, T, ROWS, CHUNKS)
         copy_async_commit()
         k_next += ROWS * stride
         if tiles > 1:
@@ -108,6 +117,7 @@ def make_forward_kernel(HS: int) -> Kernel:
             row_sum[r] = float32(0)
         corner = fragment_corner()
 
+        # For both groups: the loop's first turn does not wait, and it uses K of tile 1.
         copy_async_wait(0)
         fence_async_proxy()
         cuda.syncthreads()

@@ -81,7 +81,10 @@ def make_dq_kernel(HS: int) -> Kernel:
         cache; writes dq, lse_delta and, for each 64 tokens, three rows of sums: 12 HS + 12 +
         3 HS / 16 bytes per token and head from and to memory.
         """
-        tile = keep_address(cuda.shared.array(0, uint16, alignment=1024))  # Q, dO; K, V; K, V
+        # tile:    Q   dO     K        V        K        V
+        # index:   0   TILE   2 TILE   3 TILE   4 TILE   5 TILE        STAGE = 2 TILE
+        # A turn of the loop uses one K and V, from k_tile on; the copies fill the other two.
+        tile = keep_address(cuda.shared.array(0, uint16, alignment=1024))
         s = cuda.local.array(32, float32)
         dp = cuda.local.array(32, float32)
         ds = cuda.local.array(16, int32)
@@ -101,11 +104,11 @@ def make_dq_kernel(HS: int) -> Kernel:
         stride = 3 * C
         q_start = int64(b) * T * stride + h * HS  # of token 0; k follows C behind q, v behind k
         o_start = int64(b) * T * C + h * HS
-        share = thread_offset(stride, 8, CHUNKS)
-        load_tile_async(tile, 0, qkv, q_start + q0 * stride + share, stride, q0, T, ROWS, CHUNKS)
-        o_next = o_start + q0 * C + thread_offset(C, 8, CHUNKS)
-        load_tile_async(tile, TILE, dout, o_next, C, q0, T, ROWS, CHUNKS)
-        k_next = q_start + C + share
+        offset = thread_offset(stride, 8, CHUNKS)
+        load_tile_async(tile, 0, qkv, q_start + q0 * stride + offset, stride, q0, T, ROWS, CHUNKS)
+        do_start = o_start + q0 * C + thread_offset(C, 8, CHUNKS)
+        load_tile_async(tile, TILE, dout, do_start, C, q0, T, ROWS, CHUNKS)
+        k_next = q_start + C + offset
         load_tile_async(tile, STAGE, qkv, k_next, stride, 0, T, ROWS, CHUNKS)
         load_tile_async(tile, STAGE + TILE, qkv, k_next + C, stride, 0, T, ROWS, CHUNKS)
         copy_async_commit()
@@ -129,27 +132,28 @@ def make_dq_kernel(HS: int) -> Kernel:
             if there and (lane & 3) == 0:
                 lse_delta[2 * int64(head) * T + row] = lse2[r]
                 lse_delta[(2 * int64(head) + 1) * T + row] = delta[r]
-            if not there:  # P = 1 and dP = 0, and so is dS: no part of the column sums
+            if not there:  # then P = 1, dP = 0 and dS = 0: nothing is added to the sums of columns
                 lse2[r] = float32(0)
                 delta[r] = float32(0)
         for i in range(ACC):
             dq[i] = float32(0)
         corner = fragment_corner()
 
-        stage = int32(STAGE)
+        k_tile = int32(STAGE)
         for j in range(tiles):
             copy_async_wait(0)
             fence_async_proxy()
             cuda.syncthreads()  # the copies have arrived, and nobody reads the other stage any more
-            other = int32(stage ^ (3 * STAGE))  # STAGE and 2 * STAGE take turns
+            next_k_tile = int32(k_tile ^ (3 * STAGE))  # STAGE and 2 * STAGE take turns
             if int32(j + 1) < tiles:
                 k1 = int32(ROWS * (j + 1))
                 k_next += ROWS * stride
-                load_tile_async(tile, other, qkv, k_next, stride, k1, T, ROWS, CHUNKS)
-                load_tile_async(tile, other + TILE, qkv, k_next + C, stride, k1, T, ROWS, CHUNKS)
+                load_tile_async(tile, next_k_tile, qkv, k_next, stride, k1, T, ROWS, CHUNKS)
+                next_v_tile = next_k_tile + TILE
+                load_tile_async(tile, next_v_tile, qkv, k_next + C, stride, k1, T, ROWS, CHUNKS)
                 copy_async_commit()
-            wgmma_abt(s, tile, 0, tile, stage, ROWS, HS)
-            wgmma_abt(dp, tile, TILE, tile, stage + TILE, ROWS, HS)
+            wgmma_abt(s, tile, 0, tile, k_tile, ROWS, HS)
+            wgmma_abt(dp, tile, TILE, tile, k_tile + TILE, ROWS, HS)
             wgmma_wait(s, 32, 1)
             if int32(j + 1) == tiles:
                 mask_above(s, corner, 8)
@@ -165,9 +169,9 @@ def make_dq_kernel(HS: int) -> Kernel:
                         i = 4 * n + 2 * r + c
                         s[i] *= dp[i] - delta[r]
             pack_rows(s, ds, 8)
-            wgmma_ab(dq, ds, tile, stage, ROWS, HS)
+            wgmma_ab(dq, ds, tile, k_tile, ROWS, HS)
             wgmma_wait(dq, ACC, 0)
-            stage = other
+            k_tile = next_k_tile
         cuda.syncthreads()
         fragment_to_shared(tile, 0, dq, scale, CHUNKS)
         fence_async_proxy()
@@ -196,7 +200,7 @@ def make_dkv_kernel(HS: int) -> Kernel:
     TILE = ROWS * HS  # elements
     QTILE = QUERIES * HS
     STAGE = 2 * QTILE  # a tile of Q and one of dO; there are two stages
-    LSE_DELTA = (2 * TILE + 2 * STAGE) // 2  # where lse2 and delta lie, in float32
+    LSE_DELTA = (2 * TILE + 2 * STAGE) // 2  # where lse2 and delta begin, in float32
     ACC = HS // 2  # registers of a thread for 64 x HS
     SCORES = QUERIES // 2  # and for 64 x QUERIES,
     PACKED = QUERIES // 4  # and for these in bf16
@@ -219,8 +223,11 @@ def make_dkv_kernel(HS: int) -> Kernel:
         Reads k and v once, q, dout and lse_delta once per key tile, mostly from the second-level
         cache; writes dk and dv: 12 HS + 8 bytes per token and head from and to memory.
         """
-        tile = keep_address(cuda.shared.array(0, uint16, alignment=1024))  # K, V; Q, dO; Q, dO
-        # behind these lse2, delta; lse2, delta: float32, in the same memory
+        # tile:    K   V      Q        dO               Q                dO
+        # index:   0   TILE   2 TILE   2 TILE + QTILE   2 TILE + STAGE   2 TILE + STAGE + QTILE
+        #                     stage 0                   stage 1
+        # Behind these, from LSE_DELTA on: lse2 and delta of stage 0, then of stage 1.
+        tile = keep_address(cuda.shared.array(0, uint16, alignment=1024))
         shared_lse_delta = keep_address(cuda.shared.array(0, float32, alignment=1024))
         s = cuda.local.array(SCORES, float32)
         dp = cuda.local.array(SCORES, float32)
@@ -242,12 +249,12 @@ def make_dkv_kernel(HS: int) -> Kernel:
         k_start = token * stride + h * HS + C
         v_start = k_start + C
         q_next = k_start - C + thread_offset(stride, 8, CHUNKS)
-        o_next = token * C + h * HS + thread_offset(C, 8, CHUNKS)
+        do_next = token * C + h * HS + thread_offset(C, 8, CHUNKS)
         load_tile_async(tile, 0, qkv, q_next + C, stride, k0, T, ROWS, CHUNKS)
         load_tile_async(tile, TILE, qkv, q_next + 2 * C, stride, k0, T, ROWS, CHUNKS)
         load_tile_async(tile, 2 * TILE, qkv, q_next, stride, k0, T, QUERIES, CHUNKS)
-        load_tile_async(tile, 2 * TILE + QTILE, dout, o_next, C, k0, T, QUERIES, CHUNKS)
-        # Of the lse_delta of a tile a thread copies one value: the first QUERIES threads lse2, the
+        load_tile_async(tile, 2 * TILE + QTILE, dout, do_next, C, k0, T, QUERIES, CHUNKS)
+        # A thread copies one float of a tile's lse_delta. The first QUERIES threads copy lse2, the
         # next QUERIES delta.
         thread = int32(cuda.threadIdx.x)
         query = int32(k0 + (thread & (QUERIES - 1)))
@@ -263,7 +270,7 @@ def make_dkv_kernel(HS: int) -> Kernel:
             dk[i] = float32(0)
             dv[i] = float32(0)
         corner = fragment_corner()
-        column = int32(LSE_DELTA + 2 * (thread & 3))
+        pair_start = int32(LSE_DELTA + 2 * (thread & 3))  # of this lane's columns, in stage 0
 
         stage = int32(0)
         q1 = int32(k0 + QUERIES)  # first query of the next tile
@@ -274,12 +281,13 @@ def make_dkv_kernel(HS: int) -> Kernel:
             other = int32(1 - stage)
             if int32(j + 1) < tiles:
                 q_next += QUERIES * stride
-                o_next += QUERIES * C
+                do_next += QUERIES * C
                 lse_delta_next += QUERIES
                 query = int32(query + QUERIES)
-                at = int32(2 * TILE + other * STAGE)
-                load_tile_async(tile, at, qkv, q_next, stride, q1, T, QUERIES, CHUNKS)
-                load_tile_async(tile, at + QTILE, dout, o_next, C, q1, T, QUERIES, CHUNKS)
+                next_q_tile = int32(2 * TILE + other * STAGE)
+                load_tile_async(tile, next_q_tile, qkv, q_next, stride, q1, T, QUERIES, CHUNKS)
+                next_do_tile = next_q_tile + QTILE
+                load_tile_async(tile, next_do_tile, dout, do_next, C, q1, T, QUERIES, CHUNKS)
                 if 2 * QUERIES == THREADS or thread < 2 * QUERIES:
                     to = int32(LSE_DELTA + other * (2 * QUERIES) + thread)
                     copy_word_async_or_zero(
@@ -288,24 +296,24 @@ def make_dkv_kernel(HS: int) -> Kernel:
                 copy_async_commit()
                 q1 = int32(q1 + QUERIES)
             q_tile = int32(2 * TILE + stage * STAGE)
-            o_tile = int32(q_tile + QTILE)
+            do_tile = int32(q_tile + QTILE)
             wgmma_abt(s, tile, 0, tile, q_tile, QUERIES, HS)
-            wgmma_abt(dp, tile, TILE, tile, o_tile, QUERIES, HS)
-            at = int32(column + stage * (2 * QUERIES))
+            wgmma_abt(dp, tile, TILE, tile, do_tile, QUERIES, HS)
+            pair_at = int32(pair_start + stage * (2 * QUERIES))
             wgmma_wait(s, SCORES, 1)
             if j < DIAGONAL:
                 mask_below(s, int32(corner - j * QUERIES), BLOCKS)
             for n in range(BLOCKS):
-                load_pair(lse2, shared_lse_delta, int32(at + 8 * n))
+                load_pair(lse2, shared_lse_delta, int32(pair_at + 8 * n))
                 for r in range(2):
                     for c in range(2):
                         i = 4 * n + 2 * r + c
                         s[i] = exp2(s[i] * scale2 - lse2[c])
             pack_rows(s, p, BLOCKS)
-            wgmma_ab(dv, p, tile, o_tile, QUERIES, HS)
+            wgmma_ab(dv, p, tile, do_tile, QUERIES, HS)
             wgmma_wait(dp, SCORES, 1)
             for n in range(BLOCKS):
-                load_pair(delta, shared_lse_delta, int32(at + QUERIES + 8 * n))
+                load_pair(delta, shared_lse_delta, int32(pair_at + QUERIES + 8 * n))
                 for r in range(2):
                     for c in range(2):
                         i = 4 * n + 2 * r + c
