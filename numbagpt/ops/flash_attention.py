@@ -48,8 +48,8 @@ kernel need read these again, and two of the three sums are known without summin
 * dk: sum over keys of dS^T q = 0, because each row of dS sums to 0. (The same vector added to all k
   adds the same number to all scores of a query, and the softmax does not change.)
 
-So each tile of 64 tokens leaves one row of 3C sums, tile_sums, and only those rows, a 64th as many
-as tokens, are left to be added up.
+So each tile of 64 tokens leaves one row of 3C sums: tile_sums. Only these rows, one for 64 tokens,
+are left to be added up.
 
 Kernels
 -------

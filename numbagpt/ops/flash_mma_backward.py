@@ -239,7 +239,7 @@ def make_dkv_kernel(HS: int, itemsize: int, QUERIES: int, min_blocks: int, KEPT:
         # tile:    K   V      Q        dO               Q                dO
         # index:   0   TILE   2 TILE   2 TILE + QTILE   2 TILE + STAGE   2 TILE + STAGE + QTILE
         #                     stage 0                   stage 1
-        # Behind these, from LSE_DELTA on: lse2 and delta of stage 0, then of stage 1.
+        # Behind these, from LSE_DELTA on, float32: lse2 and delta of stage 0, then of stage 1.
         tile = keep_address(cuda.shared.array(0, qkv.dtype, alignment=1024))
         shared_lse_delta = keep_address(cuda.shared.array(0, float32, alignment=1024))
         k_left = cuda.local.array(LEFT, int32)

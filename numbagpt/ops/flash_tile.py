@@ -244,7 +244,7 @@ def store_column_sums(target, number, tile, acc, NH, HS):
     target   (B, tiles, 3, NH, HS), float32
     number   the block's place on the second axis
     acc      the two products with column_sum_weights: the sums for dq in rows 0-7, the sums for dv
-             in rows 8-15. `tile` tells their storage
+             in rows 8-15. Their order in acc is that of a product with the storage of `tile`
     """
     # The kernel has its b and h, too. If they were passed here, the compiler would keep them in
     # registers through the whole loop over tiles. So they are computed again, from unsigned

@@ -184,7 +184,7 @@ def make_dq_kernel(HS: int) -> Kernel:
             pack_rows(s, ds, 8)
             wgmma_ab(dq, ds, tile, 0, ROWS, HS)
             column_sum_weights(s, 1, 8)
-            pack_rows(s, more_ones, 8)
+            pack_rows(s, more_ones, 8)  # not ds, which the product before still reads
             wgmma_ab(dq, more_ones, tile, TILE, ROWS, HS)
             wgmma_wait(dq, ACC, 0)
             store_column_sums(tile_sums, int32(tiles - 1), tile, dq, NH, HS)
@@ -226,7 +226,7 @@ def make_dkv_kernel(HS: int) -> Kernel:
         # tile:    K   V      Q        dO               Q                dO
         # index:   0   TILE   2 TILE   2 TILE + QTILE   2 TILE + STAGE   2 TILE + STAGE + QTILE
         #                     stage 0                   stage 1
-        # Behind these, from LSE_DELTA on: lse2 and delta of stage 0, then of stage 1.
+        # Behind these, from LSE_DELTA on, float32: lse2 and delta of stage 0, then of stage 1.
         tile = keep_address(cuda.shared.array(0, uint16, alignment=1024))
         shared_lse_delta = keep_address(cuda.shared.array(0, float32, alignment=1024))
         s = cuda.local.array(SCORES, float32)
