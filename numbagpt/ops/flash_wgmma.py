@@ -21,7 +21,8 @@ Rows from T on are zeros in shared memory and never stored. A key beyond T comes
 so the causal mask covers it. A query beyond T has dO = 0 and adds nothing to dk and dv.
 
 wgmma reads shared memory by a path of its own. So between the arrival of a copy and the barrier
-there is always a `fence_async_proxy`: see gpu/ptx.py.
+there is always a `fence_async_proxy`. It and `keep_address` are explained in gpu/ptx.py, and in
+gpu/wgmma.py why a tile has to begin at a multiple of 1024 bytes (`alignment=1024`).
 """
 
 from numba import cuda, float32, int32, int64, uint16, void
@@ -117,7 +118,8 @@ def make_forward_kernel(HS: int) -> Kernel:
             row_sum[r] = float32(0)
         corner = fragment_corner()
 
-        # For both groups: the loop's first turn does not wait, and it uses K of tile 1.
+        # For both groups; they might as well be one. The loop's first turn does not wait, and it
+        # uses K of tile 1.
         copy_async_wait(0)
         fence_async_proxy()
         cuda.syncthreads()
