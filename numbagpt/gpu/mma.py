@@ -2,16 +2,20 @@
 
 One warp multiplies a 16 x K matrix A by a K x 8 matrix B and adds the product to a 16 x 8 matrix C
 of float32. K is 16 for bf16 and 8 for TF32: a row of A, and a column of B, is 32 bytes either way.
-The matrices are spread over the registers of the 32 lanes. With g = lane / 4 and q = lane % 4,
+The matrices are spread over the registers of the 32 lanes, which form 8 quads of 4. A lane is a
+member of its quad: quad = lane / 4 and member = lane % 4 (in the PTX manual groupID and
+threadID_in_group).
 
-    C   acc[2 r + c]   row g + 8 r, column 2 q + c                               r, c = 0, 1
-    A   a[r + 2 h]     row g + 8 r, word q + 4 h of the row's eight 32-bit words
-    B   b[h]           column g,    word q + 4 h of the column's eight words        h = 0, 1
+    C   acc[2 r + c]   row quad + 8 r, column 2 member + c                        r, c = 0, 1
+    A   a[r + 2 h]     row quad + 8 r, word member + 4 h of the row's eight words
+    B   b[h]           column quad,    word member + 4 h of the column's eight words    h = 0, 1
 
-where a word is two neighbouring bf16 (the first in the low half) or one TF32. So a matrix of 8 rows
-of 16 bytes goes into one register of each lane, word q of row g; ldmatrix reads four of those. If
-two different words of a lane hold two different columns k of A, the same two of B must be rows k:
-which number of the contraction stands where does not matter, as long as A and B agree.
+A word is 32 bits: two neighbouring bf16, the first in the low half, or one TF32. So a matrix of 8
+rows of 16 bytes goes into one register of each lane: word `member` of row `quad`. ldmatrix reads
+four of those.
+
+The columns of A may stand in any order, as long as the rows of B stand in the same one: they are
+what the product sums over.
 
 TF32 is a float32 of which the tensor cores read the upper 19 bits: 8 of exponent, 10 of mantissa.
 """
@@ -90,8 +94,8 @@ def mma_tf32(acc, acc_first, a, a_first, b, b_first):
 def ldmatrix(words, first, tile, offset):
     """Four matrices of 8 rows of 16 bytes from shared memory, words[first + m] for matrix m.
 
-    Lane 8 m + i says where row i of matrix m is: 16 bytes at tile[offset], aligned to 16. Lane
-    4 g + q receives word q of row g.
+    Lane 8 m + i says where row i of matrix m is: 16 bytes at tile[offset], aligned to 16. Each
+    lane receives word `member` of row `quad`.
     """
     _load_matrices("ldmatrix", words, first, tile, offset, lambda m: m.view(np.int32))
 
@@ -103,8 +107,8 @@ def ldmatrix(words, first, tile, offset):
     tile=SHARED,
 )
 def ldmatrix_transposed(words, first, tile, offset):
-    """ldmatrix of matrices of 8 x 8 bf16, each transposed: lane 4 g + q receives rows 2 q, 2 q + 1
-    of column g.
+    """ldmatrix of matrices of 8 x 8 bf16, each transposed: a lane receives rows 2 member and
+    2 member + 1 of column `quad`.
     """
 
     def transposed(m):
@@ -144,11 +148,14 @@ def _multiply(name, acc, acc_first, a, a_first, b, b_first, numbers):
 def _product(lanes, numbers):
     """C + A B, put together from the lanes' registers and taken apart again."""
     acc, a, b = (np.stack(registers) for registers in zip(*lanes.values(), strict=True))
-    # a lane's g, q and the two indices of its registers, rearranged into rows and columns
-    left = a.reshape(8, 4, 2, 2).transpose(3, 0, 2, 1).reshape(16, 8)  # g q h r -> (r g) (h q)
-    right = b.reshape(8, 4, 2).transpose(0, 2, 1).reshape(8, 8)  # g q h -> g (h q): columns of B
+    # quad, member and the indices of a lane's registers, rearranged into rows and columns:
+    # quad member h r -> (r quad) (h member)
+    left = a.reshape(8, 4, 2, 2).transpose(3, 0, 2, 1).reshape(16, 8)
+    # quad member h -> quad (h member): columns of B
+    right = b.reshape(8, 4, 2).transpose(0, 2, 1).reshape(8, 8)
     product = numbers(left) @ numbers(right).T
-    acc += product.reshape(2, 8, 4, 2).transpose(1, 2, 0, 3).reshape(32, 4)  # r g q c -> (g q)(r c)
+    # r quad member c -> (quad member) (r c)
+    acc += product.reshape(2, 8, 4, 2).transpose(1, 2, 0, 3).reshape(32, 4)
     return dict(zip(lanes, acc, strict=True))
 
 
@@ -157,7 +164,7 @@ def _load_matrices(name, words, first, tile, offset, arranged):
 
     def complete(rows):
         matrices = arranged(np.stack(list(rows.values())).reshape(4, 8, 16))
-        by_lane = matrices.reshape(4, 32).T  # [8 g' …] lane 4 g + q: word q of row g
+        by_lane = matrices.reshape(4, 32).T  # lane, matrix
         return dict(zip(rows, by_lane, strict=True))
 
     mine = checked_slice(words, first, 4, align=1)

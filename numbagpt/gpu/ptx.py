@@ -4,6 +4,7 @@ instruction.py says how such a function is made.
 """
 
 import itertools
+import math
 
 import numpy as np
 from llvmlite import ir
@@ -24,6 +25,11 @@ from numbagpt.gpu.instruction import (
 from numbagpt.gpu.sim_lanes import here
 from numbagpt.gpu.simulator import checked_slice, register_meaning
 from numbagpt.gpu.vec import float32_to_bf16
+
+# The GPU's exponential and logarithm are to base 2: exp(x) = exp2(LOG2_E * x) and
+# log(x) = LN_2 * log2(x). Python floats: a kernel says float32(LOG2_E), or it computes in float64.
+LOG2_E = math.log2(math.e)
+LN_2 = math.log(2)
 
 # ---- arithmetic: one instruction each; of all but `maximum` the last bit or two are uncertain ----
 

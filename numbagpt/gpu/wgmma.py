@@ -208,13 +208,13 @@ def _matrix(array, offset, rows, columns):
 
 def _fragments(product, lanes):
     """What each lane holds of a warp's 16 rows of a product."""
-    blocks = product.reshape(2, 8, -1, 4, 2)  # r, g, n, q, c
-    by_lane = blocks.transpose(1, 3, 2, 0, 4).reshape(32, -1)  # g, q | n, r, c
+    blocks = product.reshape(2, 8, -1, 4, 2)  # r, quad, n, member, c
+    by_lane = blocks.transpose(1, 3, 2, 0, 4).reshape(32, -1)  # (quad member), (n r c)
     return {lane: by_lane[lane] for lane in lanes}
 
 
 def _left_operand(words, depth):
     """The warp's 16 x depth matrix whose fragments, packed, are `words`, by lane."""
     pairs = np.stack([words[lane] for lane in range(32)]).view(np.uint16)
-    blocks = bf16_to_float32(pairs).reshape(8, 4, depth // 8, 2, 2)  # g, q, n, r, c
+    blocks = bf16_to_float32(pairs).reshape(8, 4, depth // 8, 2, 2)  # quad, member, n, r, c
     return blocks.transpose(3, 0, 2, 1, 4).reshape(16, depth)

@@ -22,7 +22,7 @@ import numpy as np
 from numba import cuda, float32, int32, int64, uint16, void
 
 from numbagpt.gpu.kernel import Kernel, device_function, kernel
-from numbagpt.gpu.ptx import copy_async, copy_async_commit, copy_async_wait, exp2
+from numbagpt.gpu.ptx import LOG2_E, copy_async, copy_async_commit, copy_async_wait, exp2
 from numbagpt.gpu.reduce import LOWEST, block_max, block_sum
 from numbagpt.gpu.vec import MAX_WIDTH, load, store, width
 from numbagpt.ops.arguments import check_sizes, check_vectors
@@ -30,7 +30,6 @@ from numbagpt.ops.arguments import check_sizes, check_vectors
 BLOCK = 1024
 # Bytes of shared memory beside the rows: what block_max and block_sum use.
 STATIC_SHARED = 256
-LOG2_E = np.float32(1.4426950408889634)
 # Logits the NumPy reference takes at a time: the piece stays in the cache.
 CHUNK = 1 << 18
 
@@ -60,7 +59,7 @@ def exp(x):
     instructions in a device function, which fastmath does not reach: with two exp per logit, the
     arithmetic would take longer than the memory.
     """
-    return exp2(x * LOG2_E)
+    return exp2(x * float32(LOG2_E))
 
 
 @device_function

@@ -6,23 +6,23 @@ Per sequence and head, with q, k, v (T, HS), scale = 1 / sqrt(HS) and the sums o
     S   = scale q k^T                 lse = log of the sum of exp(S) over a row
     P   = exp(S - lse)                out = P v
 
-attention.py computes the same by writing S and P to memory: for T = 1024 and HS = 64 each is 16
-times as long as q. Here a tile of 64 queries is compared with one tile of keys after the other, and
-no tile of scores ever leaves the registers of its block. That needs the softmax before its sum is
-known.
+attention.py writes S and P to memory: for T = 1024 and HS = 64 each is 16 times as long as q. Here
+a block takes a tile of 64 queries and goes through the keys tile by tile. The scores of a tile stay
+in the block's registers. The softmax then has to begin before the sum of its row is known.
 
 Online softmax
 --------------
-exp overflows, so a softmax subtracts the largest score first, which is known only at the end of the
-row. But the largest of the scores so far will do, if what has been summed up is corrected whenever
-it grows. For a row, over tiles j of keys:
+exp overflows, so a softmax first subtracts the largest score of the row. That is known only at the
+end of the row. The largest so far will do, if the sums are corrected whenever it grows. For a row,
+over tiles j of keys, with m the maximum so far and l the sum so far:
 
     m'  = max(m, max S_j)
     l   = l * exp(m - m') + sum exp(S_j - m')
     out = out * exp(m - m') + exp(S_j - m') v_j
+    m   = m'
 
-and at the end out / l is the softmax's result and m + log(l) is lse, all that the backward pass
-needs in order to compute P again.
+At the end out / l is the result of the attention, and m + log(l) is lse. From lse the backward pass
+computes P again.
 
 Backward
 --------
@@ -31,27 +31,35 @@ From the gradient dout, with one number for each row, delta = sum of dout * out 
     dP = dout v^T         dS = scale P * (dP - delta)
     dv = P^T dout         dq = dS k         dk = dS^T q
 
-(delta is the sum over a row of P * dP, since out = P v.) P and dP are computed tile by tile again:
-more arithmetic than loading them, and still several times as fast.
+(delta is the sum over a row of P * dP, since out = P v.) P and dP are computed tile by tile again.
+That is more arithmetic than loading them, and still several times as fast.
+
+Two kernels share the work. The first computes dq; on the way it computes delta, and leaves lse and
+delta in scratch. The second reads them there and computes dk and dv.
 
 Gradient of the bias
 --------------------
-A bias that was added to q, k and v gets the sum over all tokens of dq, dk and dv, but no kernel
-need read these again, nor sum all three:
+The gradient of a bias that was added to q, k and v is the sum of dq, dk and dv over all tokens. No
+kernel need read these again, and two of the three sums are known without summing dk and dv:
 
-* dq is summed over the 64 rows of a tile, column by column, by the block that has it in registers;
-* a row of P sums up to 1, and so the sum of dv is that of dout, whose tile this block has too;
-* a row of dS sums up to 0, and so does dk. (The same vector added to all k adds one number to all
-  scores of a query, which a softmax does not see.)
+* dq: the block that has computed a tile of dq sums its 64 rows, column by column.
+* dv: sum over keys of P^T dout = sum over queries of dout, because each row of P sums to 1. The
+  same block has the tile of dout and sums its 64 rows too.
+* dk: sum over keys of dS^T q = 0, because each row of dS sums to 0. (The same vector added to all k
+  adds the same number to all scores of a query, and the softmax does not change.)
 
-What is left to add up for the gradient is a 64th of the rows.
+So each tile of 64 tokens leaves one row of 3C sums: tile_sums. Only these rows, one for 64 tokens,
+are left to be added up.
 
 Kernels
 -------
-flash_wgmma.py and flash_wgmma_backward.py for Hopper; flash_mma.py and flash_mma_backward.py for
-every GPU of compute capability 8.0 and later, and for float32 storage, which they multiply as TF32.
-flash_tile.py has what both are made of. All read q, k, v where the matmul left them and write out
-where the next one reads: no permutation.
+flash_wgmma.py, flash_wgmma_backward.py     Hopper, bf16
+flash_mma.py, flash_mma_backward.py         every GPU of compute capability 8.0 and later, bf16 or
+                                            float32, which they multiply as TF32
+flash_tile.py                               what both are made of, and a legend of their names
+
+All read q, k and v where the matmul left them, and write out where the next one reads: no
+permutation.
 """
 
 import itertools
@@ -63,6 +71,7 @@ from numba import cuda
 
 from numbagpt.errors import UserError
 from numbagpt.gpu.kernel import ceil_div
+from numbagpt.gpu.ptx import LOG2_E
 from numbagpt.ops import flash_mma, flash_mma_backward, flash_wgmma, flash_wgmma_backward
 from numbagpt.ops.arguments import check_room, check_sizes, check_vectors
 from numbagpt.ops.flash_tile import ROWS, THREADS, tile_grid
@@ -107,7 +116,14 @@ def flash_attention_scratch(B: int, T: int, C: int, NH: int) -> int:
 
 
 def _scratch_parts(B: int, T: int, C: int, NH: int) -> tuple[int, int, int]:
-    """Elements for the sums over tiles of dqkv, for adding those up, and for lse and delta."""
+    """Elements of the three parts of the scratch.
+
+    tile_sums     (B * tiles, 3C)   what each tile of 64 tokens adds to the gradient of the bias
+    bias_scratch  of matmul_backward_bias, which adds up tile_sums
+    lse_delta     (B, NH, 2, T)     lse * log2(e), and delta, of every query. lse comes here once
+                                    more because the dkv kernel copies it straight into shared
+                                    memory, where it has to be multiplied already
+    """
     tiles = B * ceil_div(T, ROWS)
     return tiles * 3 * C, matmul_backward_bias_scratch(tiles, 3 * C), 2 * B * NH * T
 
@@ -163,15 +179,17 @@ def flash_attention_backward(
     key = HS, qkv.dtype.itemsize
     scale, scale2 = _scales(HS)
     tiles = ceil_div(T, ROWS)
-    tile_sums, bias_scratch, rows = _split(scratch, _scratch_parts(B, T, C, NH))
+    tile_sums, bias_scratch, lse_delta = _split(scratch, _scratch_parts(B, T, C, NH))
     grid = tile_grid(B * NH, tiles)
-    launch = grid, THREADS, backward.DQ_SHARED[key]
     with_sums = int(dqkvb is not None)
+    # The order matters: the dq kernel writes lse_delta, which the dkv kernel reads, and tile_sums,
+    # which matmul_backward_bias reads.
+    launch = grid, THREADS, backward.DQ_SHARED[key]
     backward.dq_kernels[key][launch](
-        dqkv, tile_sums, rows, dout, qkv, out, lse, T, NH, scale2, scale, with_sums
+        dqkv, tile_sums, lse_delta, dout, qkv, out, lse, T, NH, scale2, scale, with_sums
     )
     launch = grid, THREADS, backward.DKV_SHARED[key]
-    backward.dkv_kernels[key][launch](dqkv, dout, qkv, rows, T, NH, scale2, scale)
+    backward.dkv_kernels[key][launch](dqkv, dout, qkv, lse_delta, T, NH, scale2, scale)
     if dqkvb is not None:
         matmul_backward_bias(dqkvb, tile_sums.reshape((B * tiles, 3 * C)), bias_scratch)
 
@@ -188,15 +206,15 @@ def _head_shape(operation: str, out, lse) -> tuple[int, int, int, int]:
 
 
 def _split(scratch, sizes: tuple[int, ...]) -> list:
-    """Parts of the scratch, one behind the other."""
+    """Parts of the scratch of these sizes, one after the other."""
     ends = list(itertools.accumulate(sizes, initial=0))
     return [scratch[start:end] for start, end in itertools.pairwise(ends)]
 
 
 def _scales(HS: int) -> tuple[float, float]:
-    """The factor of the scores, for exp and for 2 ** x."""
+    """scale = 1 / sqrt(HS) and scale2 = scale * log2(e): exp(scale * x) = 2 ** (scale2 * x)."""
     scale = 1 / math.sqrt(HS)
-    return scale, scale * math.log2(math.e)
+    return scale, scale * LOG2_E
 
 
 def _modules(HS: int, array, variant: str | None) -> tuple[ModuleType, ModuleType]:

@@ -1,37 +1,46 @@
 """Flash attention with mma.sync: any GPU of compute capability 8.0 or later, bf16 or TF32.
 
-flash_attention.py has the maths, flash_tile.py the layouts, flash_mma_products.py the products. A
-block is four warps of 16 rows each: queries, in the kernels that compute out and dq, or keys, in
-the one that computes dk and dv. Tiles of the other kind stream past, each brought by asynchronous
-copies while the one before it is worked on. The block's own rows and the accumulators stay in
-registers, and no block writes what another one writes: no atomics, and the same bits at every run.
+flash_attention.py has the maths, flash_tile.py the layouts and the names, flash_mma_products.py the
+products.
+
+A block is four warps of 16 rows each: queries, in the kernels that compute out and dq, or keys, in
+the one that computes dk and dv. Tiles of the other kind stream past. Each is brought by
+asynchronous copies while the one before it is worked on. The block's own rows and the accumulators
+stay in registers. No block writes what another one writes: no atomics, and the same bits at every
+run.
 
 The instructions are synchronous: a warp waits for its product. So the tensor cores are kept busy by
-other warps: the tables of tiles below leave room for 8 to 16 of them on a multiprocessor.
+other warps. The tables of tiles below leave room for 8 to 16 of them on a multiprocessor.
 """
 
 from numba import cuda, float32, int32, int64, types, uint16, uint32, void
 
 from numbagpt.gpu.kernel import Kernel, kernel
-from numbagpt.gpu.ptx import copy_async_commit, copy_async_wait, keep_address, log2, reciprocal
+from numbagpt.gpu.ptx import (
+    LN_2,
+    copy_async_commit,
+    copy_async_wait,
+    keep_address,
+    log2,
+    reciprocal,
+)
 from numbagpt.gpu.reduce import LOWEST
 from numbagpt.ops.flash_mma_products import (
     load_left_rows,
     rows_times_rows,
-    store_rows,
+    store_product,
     weights_times_rows,
 )
 from numbagpt.ops.flash_tile import (
-    LN2,
     ROWS,
     THREADS,
     fragment_corner,
-    load_my_chunks,
+    load_tile_async,
     mask_above,
-    my_chunk,
     online_softmax,
     quad_sum,
     scale_rows,
+    thread_offset,
 )
 
 
@@ -42,7 +51,7 @@ def make_forward_kernel(HS: int, itemsize: int, KEYS: int, min_blocks: int) -> K
     TILE = ROWS * HS  # elements
     KTILE = KEYS * HS
     STAGE = 2 * KTILE  # a tile of K and one of V; there are two stages
-    # registers of a thread: the block's rows as left operand, 64 x KEYS, and 64 x HS
+    # registers of a thread for the block's rows as left operand, for 64 x KEYS, and for 64 x HS
     LEFT, SCORES, ACC = 2 * CHUNKS, KEYS // 2, HS // 2
     array = storage(itemsize)
 
@@ -60,13 +69,16 @@ def make_forward_kernel(HS: int, itemsize: int, KEYS: int, min_blocks: int) -> K
         Reads q once and k, v once per query tile, from the second-level cache but for the first
         time; writes out and lse: 4 HS numbers and 4 bytes per token and head from and to memory.
         """
-        tile = keep_address(cuda.shared.array(0, qkv.dtype, alignment=1024))  # Q; K, V; K, V
-        q = cuda.local.array(LEFT, int32)
+        # tile:    Q   K      V              K              V
+        # index:   0   TILE   TILE + KTILE   TILE + STAGE   TILE + STAGE + KTILE
+        # A turn of the loop uses one K and V, from k_tile on; the copies fill the other two.
+        tile = keep_address(cuda.shared.array(0, qkv.dtype, alignment=1024))
+        q_left = cuda.local.array(LEFT, int32)
         s = cuda.local.array(SCORES, float32)
         o = cuda.local.array(ACC, float32)
-        m = cuda.local.array(2, float32)
-        l = cuda.local.array(2, float32)
-        alpha = cuda.local.array(2, float32)
+        row_max = cuda.local.array(2, float32)
+        row_sum = cuda.local.array(2, float32)
+        rescale = cuda.local.array(2, float32)
 
         head = int32(cuda.blockIdx.z * cuda.gridDim.x + cuda.blockIdx.x)
         b = int32(head // NH)
@@ -76,53 +88,54 @@ def make_forward_kernel(HS: int, itemsize: int, KEYS: int, min_blocks: int) -> K
         C = int64(NH) * HS
         stride = 3 * C
         # Of token 0; k follows C behind q, and v behind k.
-        q_start = int64(b) * T * stride + h * HS + my_chunk(stride, WIDTH, CHUNKS)
-        load_my_chunks(tile, 0, qkv, q_start + q0 * stride, stride, q0, T, ROWS, CHUNKS)
+        q_start = int64(b) * T * stride + h * HS + thread_offset(stride, WIDTH, CHUNKS)
+        load_tile_async(tile, 0, qkv, q_start + q0 * stride, stride, q0, T, ROWS, CHUNKS)
         k_next = q_start + C
-        load_my_chunks(tile, TILE, qkv, k_next, stride, 0, T, KEYS, CHUNKS)
-        load_my_chunks(tile, TILE + KTILE, qkv, k_next + C, stride, 0, T, KEYS, CHUNKS)
+        load_tile_async(tile, TILE, qkv, k_next, stride, 0, T, KEYS, CHUNKS)
+        load_tile_async(tile, TILE + KTILE, qkv, k_next + C, stride, 0, T, KEYS, CHUNKS)
         copy_async_commit()
         for i in range(ACC):
             o[i] = float32(0)
         for r in range(2):
-            m[r] = LOWEST
-            l[r] = float32(0)
+            row_max[r] = LOWEST
+            row_sum[r] = float32(0)
         corner = fragment_corner()
 
         copy_async_wait(0)
         cuda.syncthreads()
-        load_left_rows(q, tile, 0, CHUNKS)
+        load_left_rows(q_left, tile, 0, CHUNKS)
         k0 = int32(0)
         while k0 < end:
             copy_async_wait(0)
             cuda.syncthreads()  # the copies have arrived, and nobody reads the other stage any more
-            stage = int32(TILE + (uint32(k0) // uint32(KEYS) & 1) * STAGE)
-            other = int32(2 * TILE + STAGE - stage)
+            k_tile = int32(TILE + (uint32(k0) // uint32(KEYS) & 1) * STAGE)
+            next_k_tile = int32(2 * TILE + STAGE - k_tile)
             k1 = int32(k0 + KEYS)
             if k1 < end:
                 k_next += KEYS * stride
-                load_my_chunks(tile, other, qkv, k_next, stride, k1, T, KEYS, CHUNKS)
-                load_my_chunks(tile, other + KTILE, qkv, k_next + C, stride, k1, T, KEYS, CHUNKS)
+                load_tile_async(tile, next_k_tile, qkv, k_next, stride, k1, T, KEYS, CHUNKS)
+                next_v_tile = next_k_tile + KTILE
+                load_tile_async(tile, next_v_tile, qkv, k_next + C, stride, k1, T, KEYS, CHUNKS)
                 copy_async_commit()
-            rows_times_rows(s, q, tile, stage, KEYS, CHUNKS)
+            rows_times_rows(s, q_left, tile, k_tile, KEYS, CHUNKS)
             if k1 > q0:
                 mask_above(s, int32(corner + q0 - k0), KEYS // 8)
-            online_softmax(s, m, l, alpha, scale2, KEYS // 8)
-            scale_rows(o, alpha, HS // 8)
-            weights_times_rows(o, s, tile, stage + KTILE, KEYS, CHUNKS)
+            online_softmax(s, row_max, row_sum, rescale, scale2, KEYS // 8)
+            scale_rows(o, rescale, HS // 8)
+            weights_times_rows(o, s, tile, k_tile + KTILE, KEYS, CHUNKS)
             k0 = k1
 
         lane = int32(cuda.threadIdx.x & 31)
         first = int32(q0 + (cuda.threadIdx.x >> 5) * 16 + (lane >> 2))
         for r in range(2):
-            total = quad_sum(l[r])
-            l[r] = reciprocal(total)
+            total = quad_sum(row_sum[r])
+            row_sum[r] = reciprocal(total)
             row = int32(first + 8 * r)
             if (lane & 3) == 0 and row < T:
-                lse[int64(head) * T + row] = (m[r] * scale2 + log2(total)) * LN2
-        scale_rows(o, l, HS // 8)
+                lse[int64(head) * T + row] = (row_max[r] * scale2 + log2(total)) * float32(LN_2)
+        scale_rows(o, row_sum, HS // 8)
         o_start = (int64(b) * T + q0) * C + h * HS
-        store_rows(tile, 0, o, float32(1), out, o_start, C, q0, T, CHUNKS)
+        store_product(tile, 0, o, float32(1), out, o_start, C, q0, T, CHUNKS)
 
     flash_mma_forward_kernel.__name__ += f"_{HS}"
     return flash_mma_forward_kernel

@@ -7,17 +7,18 @@ dk and dv is summed by one warp, in order, at the price of computing S and dP tw
     dkv   a block per 64 keys, queries stream past:    S^T = k q^T, dP^T = v dout^T,
                                                        dv += P^T dout, dk += dS^T q
 
-A block's own rows are the left operand of the first two products and keep, as far as there are
-registers for them, to registers. P^T, dS and dS^T are results, and left operands as they stand.
+A block's own rows are the left operand of the first two products. They stay in registers, as far as
+there are registers for them. P^T, dS and dS^T are results, and left operands as they stand.
 
 Rows from T on are zeros in shared memory, and so are their lse2 and delta. P may be 1 there, but dO
-is 0 and so is dP - delta: they add nothing to anything.
+is 0 and so is dP - delta. They add nothing to anything.
 """
 
 from numba import cuda, float32, int32, int64, uint32, void
 
 from numbagpt.gpu.kernel import Kernel, device_function, kernel
 from numbagpt.gpu.ptx import (
+    LOG2_E,
     copy_async_commit,
     copy_async_wait,
     copy_word_async_or_zero,
@@ -28,26 +29,25 @@ from numbagpt.gpu.ptx import (
 from numbagpt.gpu.vec import MAX_WIDTH, load, width
 from numbagpt.ops.flash_mma import storage
 from numbagpt.ops.flash_mma_products import (
-    lay_out_rows,
     load_left_rows,
+    product_to_shared,
     rows_times_rows,
-    store_rows,
+    store_product,
     tile_times_rows,
     weights_times_rows,
 )
 from numbagpt.ops.flash_tile import (
-    LOG2E,
     ROWS,
     THREADS,
+    column_sum_weights,
     fragment_corner,
-    load_my_chunks,
+    load_tile_async,
     mask_above,
     mask_below,
-    my_chunk,
-    ones_in_half,
     quad_sum,
-    store_sums,
-    take_up,
+    shared_to_global,
+    store_column_sums,
+    thread_offset,
 )
 
 
@@ -80,30 +80,34 @@ def make_dq_kernel(HS: int, itemsize: int, KEYS: int, min_blocks: int, KEPT: int
     STAGE = 2 * KTILE  # a tile of K and one of V; there are two stages
     ONES = ROWS // 2  # registers of a thread for 16 x ROWS
     LEFT, SCORES, ACC = 2 * CHUNKS, KEYS // 2, HS // 2  # as in the forward pass
-    array, rows = storage(itemsize), float32[::1]
+    array, f32 = storage(itemsize), float32[::1]
 
     @kernel(
-        void(array, rows, rows, array, array, array, rows, int32, int32, float32, float32, int32),
+        void(array, f32, f32, array, array, array, f32, int32, int32, float32, float32, int32),
         max_threads=THREADS,
         min_blocks=min_blocks,
         minimum=(8, 0),
     )
     def flash_mma_dq_kernel(
-        dqkv, tile_sums, rows, dout, qkv, out, lse, T, NH, scale2, scale, with_sums
+        dqkv, tile_sums, lse_delta, dout, qkv, out, lse, T, NH, scale2, scale, with_sums
     ):
-        """One block per 64 queries of a head: dq, and for the next kernel what it needs of rows.
+        """One block per 64 queries of a head: dq, and lse_delta for the dkv kernel.
 
-        rows (B, NH, 2, T): lse * log2(e), so that P = 2 ** (scale2 S - that), and delta.
-        tile_sums (B, ceil(T / 64), 3C): each tile's share of the bias's gradient, if with_sums.
+        lse_delta  (B, NH, 2, T)          lse2 = lse * log2(e) and delta; P = 2 ** (scale2 S - lse2)
+        tile_sums  (B, ceil(T / 64), 3C)  each tile's share of the bias's gradient, if with_sums
+
         Grid as by tile_grid(B * NH, ceil(T / 64)). scale2 = scale * log2(e).
 
         Reads q, dout, out and lse once, k and v once per query tile, mostly from the second-level
-        cache; writes dq, rows and, for each 64 tokens, three rows of sums: 6 HS numbers and
+        cache; writes dq, lse_delta and, for each 64 tokens, three rows of sums: 6 HS numbers and
         12 + 3 HS / 16 bytes per token and head.
         """
-        tile = keep_address(cuda.shared.array(0, qkv.dtype, alignment=1024))  # Q, dO; K, V; K, V
-        q = cuda.local.array(LEFT, int32)
-        do = cuda.local.array(LEFT, int32)
+        # tile:    Q   dO     K        V                K                V
+        # index:   0   TILE   2 TILE   2 TILE + KTILE   2 TILE + STAGE   2 TILE + STAGE + KTILE
+        # A turn of the loop uses one K and V, from k_tile on; the copies fill the other two.
+        tile = keep_address(cuda.shared.array(0, qkv.dtype, alignment=1024))
+        q_left = cuda.local.array(LEFT, int32)
+        do_left = cuda.local.array(LEFT, int32)
         s = cuda.local.array(SCORES, float32)
         dp = cuda.local.array(SCORES, float32)
         dq = cuda.local.array(ACC, float32)
@@ -120,13 +124,13 @@ def make_dq_kernel(HS: int, itemsize: int, KEYS: int, min_blocks: int, KEPT: int
         stride = 3 * C
         q_start = int64(b) * T * stride + h * HS  # of token 0; k follows C behind q, v behind k
         o_start = int64(b) * T * C + h * HS
-        share = my_chunk(stride, WIDTH, CHUNKS)
-        load_my_chunks(tile, 0, qkv, q_start + q0 * stride + share, stride, q0, T, ROWS, CHUNKS)
-        o_share = o_start + q0 * C + my_chunk(C, WIDTH, CHUNKS)
-        load_my_chunks(tile, TILE, dout, o_share, C, q0, T, ROWS, CHUNKS)
-        k_next = q_start + C + share
-        load_my_chunks(tile, 2 * TILE, qkv, k_next, stride, 0, T, KEYS, CHUNKS)
-        load_my_chunks(tile, 2 * TILE + KTILE, qkv, k_next + C, stride, 0, T, KEYS, CHUNKS)
+        offset = thread_offset(stride, WIDTH, CHUNKS)
+        load_tile_async(tile, 0, qkv, q_start + q0 * stride + offset, stride, q0, T, ROWS, CHUNKS)
+        do_start = o_start + q0 * C + thread_offset(C, WIDTH, CHUNKS)
+        load_tile_async(tile, TILE, dout, do_start, C, q0, T, ROWS, CHUNKS)
+        k_next = q_start + C + offset
+        load_tile_async(tile, 2 * TILE, qkv, k_next, stride, 0, T, KEYS, CHUNKS)
+        load_tile_async(tile, 2 * TILE + KTILE, qkv, k_next + C, stride, 0, T, KEYS, CHUNKS)
         copy_async_commit()
 
         lane = int32(cuda.threadIdx.x & 31)
@@ -137,11 +141,11 @@ def make_dq_kernel(HS: int, itemsize: int, KEYS: int, min_blocks: int, KEPT: int
             if not there:
                 row = int32(T - 1)
             delta[r] = row_product(out, dout, o_start + row * C, CHUNKS)
-            lse2[r] = lse[int64(head) * T + row] * LOG2E
+            lse2[r] = lse[int64(head) * T + row] * float32(LOG2_E)
             if there and (lane & 3) == 0:
-                rows[2 * int64(head) * T + row] = lse2[r]
-                rows[(2 * int64(head) + 1) * T + row] = delta[r]
-            if not there:  # P = 1 and dP = 0, and so is dS: no part of the column sums
+                lse_delta[2 * int64(head) * T + row] = lse2[r]
+                lse_delta[(2 * int64(head) + 1) * T + row] = delta[r]
+            if not there:  # then P = 1, dP = 0 and dS = 0: nothing is added to the sums of columns
                 lse2[r] = float32(0)
                 delta[r] = float32(0)
         for i in range(ACC):
@@ -151,29 +155,30 @@ def make_dq_kernel(HS: int, itemsize: int, KEYS: int, min_blocks: int, KEPT: int
         copy_async_wait(0)
         cuda.syncthreads()
         if KEPT >= 1:
-            load_left_rows(q, tile, 0, CHUNKS)
+            load_left_rows(q_left, tile, 0, CHUNKS)
         if KEPT >= 2:
-            load_left_rows(do, tile, TILE, CHUNKS)
+            load_left_rows(do_left, tile, TILE, CHUNKS)
         k0 = int32(0)
         while k0 < end:
             copy_async_wait(0)
             cuda.syncthreads()  # the copies have arrived, and nobody reads the other stage any more
-            stage = int32(2 * TILE + (uint32(k0) // uint32(KEYS) & 1) * STAGE)
-            other = int32(4 * TILE + STAGE - stage)
+            k_tile = int32(2 * TILE + (uint32(k0) // uint32(KEYS) & 1) * STAGE)
+            next_k_tile = int32(4 * TILE + STAGE - k_tile)
             k1 = int32(k0 + KEYS)
             if k1 < end:
                 k_next += KEYS * stride
-                load_my_chunks(tile, other, qkv, k_next, stride, k1, T, KEYS, CHUNKS)
-                load_my_chunks(tile, other + KTILE, qkv, k_next + C, stride, k1, T, KEYS, CHUNKS)
+                load_tile_async(tile, next_k_tile, qkv, k_next, stride, k1, T, KEYS, CHUNKS)
+                next_v_tile = next_k_tile + KTILE
+                load_tile_async(tile, next_v_tile, qkv, k_next + C, stride, k1, T, KEYS, CHUNKS)
                 copy_async_commit()
             if KEPT >= 1:
-                rows_times_rows(s, q, tile, stage, KEYS, CHUNKS)
+                rows_times_rows(s, q_left, tile, k_tile, KEYS, CHUNKS)
             else:
-                tile_times_rows(s, tile, 0, stage, KEYS, CHUNKS)
+                tile_times_rows(s, tile, 0, k_tile, KEYS, CHUNKS)
             if KEPT >= 2:
-                rows_times_rows(dp, do, tile, stage + KTILE, KEYS, CHUNKS)
+                rows_times_rows(dp, do_left, tile, k_tile + KTILE, KEYS, CHUNKS)
             else:
-                tile_times_rows(dp, tile, TILE, stage + KTILE, KEYS, CHUNKS)
+                tile_times_rows(dp, tile, TILE, k_tile + KTILE, KEYS, CHUNKS)
             if k1 > q0:
                 mask_above(s, int32(corner + q0 - k0), KEYS // 8)
             for n in range(KEYS // 8):
@@ -181,21 +186,21 @@ def make_dq_kernel(HS: int, itemsize: int, KEYS: int, min_blocks: int, KEPT: int
                     for c in range(2):
                         i = 4 * n + 2 * r + c
                         s[i] = exp2(s[i] * scale2 - lse2[r]) * (dp[i] - delta[r])
-            weights_times_rows(dq, s, tile, stage, KEYS, CHUNKS)
+            weights_times_rows(dq, s, tile, k_tile, KEYS, CHUNKS)
             k0 = k1
         cuda.syncthreads()
-        lay_out_rows(tile, 0, dq, scale, CHUNKS)
+        product_to_shared(tile, 0, dq, scale, CHUNKS)
         cuda.syncthreads()
-        take_up(tile, 0, dqkv, q_start + q0 * stride, stride, q0, T, CHUNKS)
+        shared_to_global(tile, 0, dqkv, q_start + q0 * stride, stride, q0, T, CHUNKS)
         if with_sums != 0 and cuda.threadIdx.x < 32:
             for i in range(ACC):
                 dq[i] = float32(0)
-            ones_in_half(ones, 0, ROWS // 8)
+            column_sum_weights(ones, 0, ROWS // 8)
             weights_times_rows(dq, ones, tile, 0, ROWS, CHUNKS)
-            ones_in_half(ones, 1, ROWS // 8)
+            column_sum_weights(ones, 1, ROWS // 8)
             weights_times_rows(dq, ones, tile, TILE, ROWS, CHUNKS)
             number = int32(cuda.gridDim.y - 1 - cuda.blockIdx.y)
-            store_sums(tile_sums, number, tile, dq, NH, HS)
+            store_column_sums(tile_sums, number, tile, dq, NH, HS)
 
     flash_mma_dq_kernel.__name__ += f"_{HS}"
     return flash_mma_dq_kernel
@@ -212,30 +217,33 @@ def make_dkv_kernel(HS: int, itemsize: int, QUERIES: int, min_blocks: int, KEPT:
     TILE = ROWS * HS  # elements
     QTILE = QUERIES * HS
     STAGE = 2 * QTILE  # a tile of Q and one of dO; there are two stages
-    VALUES = (2 * TILE + 2 * STAGE) * itemsize // 4  # where lse2 and delta begin, in float32
+    LSE_DELTA = (2 * TILE + 2 * STAGE) * itemsize // 4  # where lse2 and delta begin, in float32
     LEFT, SCORES, ACC = 2 * CHUNKS, QUERIES // 2, HS // 2
-    array, rows = storage(itemsize), float32[::1]
+    array, f32 = storage(itemsize), float32[::1]
 
     @kernel(
-        void(array, array, array, rows, int32, int32, float32, float32),
+        void(array, array, array, f32, int32, int32, float32, float32),
         max_threads=THREADS,
         min_blocks=min_blocks,
         minimum=(8, 0),
     )
-    def flash_mma_dkv_kernel(dqkv, dout, qkv, rows, T, NH, scale2, scale):
+    def flash_mma_dkv_kernel(dqkv, dout, qkv, lse_delta, T, NH, scale2, scale):
         """One block per 64 keys of a head: dk and dv, from the tiles of queries that see them.
 
-        rows (B, NH, 2, T): as flash_mma_dq_kernel left them.
+        lse_delta (B, NH, 2, T): lse2 and delta, as flash_mma_dq_kernel left them.
         Grid as by tile_grid(B * NH, ceil(T / 64)). scale2 = scale * log2(e).
 
-        Reads k and v once, q, dout and rows once per key tile, mostly from the second-level cache;
-        writes dk and dv: 6 HS numbers and 8 bytes per token and head.
+        Reads k and v once, q, dout and lse_delta once per key tile, mostly from the second-level
+        cache; writes dk and dv: 6 HS numbers and 8 bytes per token and head.
         """
-        tile = keep_address(cuda.shared.array(0, qkv.dtype, alignment=1024))  # K, V; Q, dO; Q, dO
-        # behind these, twice lse2 and delta
-        values = keep_address(cuda.shared.array(0, float32, alignment=1024))
-        k = cuda.local.array(LEFT, int32)
-        v = cuda.local.array(LEFT, int32)
+        # tile:    K   V      Q        dO               Q                dO
+        # index:   0   TILE   2 TILE   2 TILE + QTILE   2 TILE + STAGE   2 TILE + STAGE + QTILE
+        #                     stage 0                   stage 1
+        # Behind these, from LSE_DELTA on, float32: lse2 and delta of stage 0, then of stage 1.
+        tile = keep_address(cuda.shared.array(0, qkv.dtype, alignment=1024))
+        shared_lse_delta = keep_address(cuda.shared.array(0, float32, alignment=1024))
+        k_left = cuda.local.array(LEFT, int32)
+        v_left = cuda.local.array(LEFT, int32)
         s = cuda.local.array(SCORES, float32)
         dp = cuda.local.array(SCORES, float32)
         dk = cuda.local.array(ACC, float32)
@@ -250,33 +258,36 @@ def make_dkv_kernel(HS: int, itemsize: int, QUERIES: int, min_blocks: int, KEPT:
         stride = 3 * C
         token = int64(b) * T + k0
         k_start = token * stride + h * HS + C
-        q_next = k_start - C + my_chunk(stride, WIDTH, CHUNKS)
-        o_next = token * C + h * HS + my_chunk(C, WIDTH, CHUNKS)
-        load_my_chunks(tile, 0, qkv, q_next + C, stride, k0, T, ROWS, CHUNKS)
-        load_my_chunks(tile, TILE, qkv, q_next + 2 * C, stride, k0, T, ROWS, CHUNKS)
-        load_my_chunks(tile, 2 * TILE, qkv, q_next, stride, k0, T, QUERIES, CHUNKS)
-        load_my_chunks(tile, 2 * TILE + QTILE, dout, o_next, C, k0, T, QUERIES, CHUNKS)
-        # A thread copies one value of each tile: the first threads lse2, the next delta.
+        q_next = k_start - C + thread_offset(stride, WIDTH, CHUNKS)
+        do_next = token * C + h * HS + thread_offset(C, WIDTH, CHUNKS)
+        load_tile_async(tile, 0, qkv, q_next + C, stride, k0, T, ROWS, CHUNKS)
+        load_tile_async(tile, TILE, qkv, q_next + 2 * C, stride, k0, T, ROWS, CHUNKS)
+        load_tile_async(tile, 2 * TILE, qkv, q_next, stride, k0, T, QUERIES, CHUNKS)
+        load_tile_async(tile, 2 * TILE + QTILE, dout, do_next, C, k0, T, QUERIES, CHUNKS)
+        # A thread copies one float of a tile's lse_delta. The first QUERIES threads copy lse2, the
+        # next QUERIES delta.
         thread = int32(cuda.threadIdx.x)
         query = int32(k0 + (thread & (QUERIES - 1)))
-        value = 2 * int64(head) * T + query
+        lse_delta_next = 2 * int64(head) * T + query
         if thread >= QUERIES:
-            value += T
+            lse_delta_next += T
         if thread < 2 * QUERIES:
-            copy_word_async_or_zero(values, VALUES + thread, rows, value, query < T)
+            copy_word_async_or_zero(
+                shared_lse_delta, LSE_DELTA + thread, lse_delta, lse_delta_next, query < T
+            )
         copy_async_commit()
         for i in range(ACC):
             dk[i] = float32(0)
             dv[i] = float32(0)
         corner = fragment_corner()
-        column = int32(VALUES + 2 * (thread & 3))
+        pair_start = int32(LSE_DELTA + 2 * (thread & 3))  # of this lane's columns, in stage 0
 
         copy_async_wait(0)
         cuda.syncthreads()
         if KEPT >= 1:
-            load_left_rows(k, tile, 0, CHUNKS)
+            load_left_rows(k_left, tile, 0, CHUNKS)
         if KEPT >= 2:
-            load_left_rows(v, tile, TILE, CHUNKS)
+            load_left_rows(v_left, tile, TILE, CHUNKS)
         stage = int32(0)
         q0 = k0
         while q0 < T:
@@ -286,37 +297,40 @@ def make_dkv_kernel(HS: int, itemsize: int, QUERIES: int, min_blocks: int, KEPT:
             other = int32(1 - stage)
             if q1 < T:
                 q_next += QUERIES * stride
-                o_next += QUERIES * C
-                value += QUERIES
+                do_next += QUERIES * C
+                lse_delta_next += QUERIES
                 query = int32(query + QUERIES)
-                at = int32(2 * TILE + other * STAGE)
-                load_my_chunks(tile, at, qkv, q_next, stride, q1, T, QUERIES, CHUNKS)
-                load_my_chunks(tile, at + QTILE, dout, o_next, C, q1, T, QUERIES, CHUNKS)
+                next_q_tile = int32(2 * TILE + other * STAGE)
+                load_tile_async(tile, next_q_tile, qkv, q_next, stride, q1, T, QUERIES, CHUNKS)
+                next_do_tile = next_q_tile + QTILE
+                load_tile_async(tile, next_do_tile, dout, do_next, C, q1, T, QUERIES, CHUNKS)
                 if thread < 2 * QUERIES:
-                    to = int32(VALUES + other * (2 * QUERIES) + thread)
-                    copy_word_async_or_zero(values, to, rows, value, query < T)
+                    to = int32(LSE_DELTA + other * (2 * QUERIES) + thread)
+                    copy_word_async_or_zero(
+                        shared_lse_delta, to, lse_delta, lse_delta_next, query < T
+                    )
                 copy_async_commit()
             q_tile = int32(2 * TILE + stage * STAGE)
-            o_tile = int32(q_tile + QTILE)
-            at = int32(column + stage * (2 * QUERIES))
+            do_tile = int32(q_tile + QTILE)
+            pair_at = int32(pair_start + stage * (2 * QUERIES))
             if KEPT >= 1:
-                rows_times_rows(s, k, tile, q_tile, QUERIES, CHUNKS)
+                rows_times_rows(s, k_left, tile, q_tile, QUERIES, CHUNKS)
             else:
                 tile_times_rows(s, tile, 0, q_tile, QUERIES, CHUNKS)
             if q0 < int32(k0 + ROWS):
                 mask_below(s, int32(corner + k0 - q0), QUERIES // 8)
             for n in range(QUERIES // 8):
-                load_pair(pair, values, int32(at + 8 * n))
+                load_pair(pair, shared_lse_delta, int32(pair_at + 8 * n))
                 for i in range(4 * n, 4 * n + 4, 2):
                     s[i] = exp2(s[i] * scale2 - pair[0])
                     s[i + 1] = exp2(s[i + 1] * scale2 - pair[1])
-            weights_times_rows(dv, s, tile, o_tile, QUERIES, CHUNKS)
+            weights_times_rows(dv, s, tile, do_tile, QUERIES, CHUNKS)
             if KEPT >= 2:
-                rows_times_rows(dp, v, tile, o_tile, QUERIES, CHUNKS)
+                rows_times_rows(dp, v_left, tile, do_tile, QUERIES, CHUNKS)
             else:
-                tile_times_rows(dp, tile, TILE, o_tile, QUERIES, CHUNKS)
+                tile_times_rows(dp, tile, TILE, do_tile, QUERIES, CHUNKS)
             for n in range(QUERIES // 8):
-                load_pair(pair, values, int32(at + QUERIES + 8 * n))
+                load_pair(pair, shared_lse_delta, int32(pair_at + QUERIES + 8 * n))
                 for i in range(4 * n, 4 * n + 4, 2):
                     s[i] *= dp[i] - pair[0]
                     s[i + 1] *= dp[i + 1] - pair[1]
@@ -324,8 +338,8 @@ def make_dkv_kernel(HS: int, itemsize: int, QUERIES: int, min_blocks: int, KEPT:
             stage = other
             q0 = q1
         cuda.syncthreads()
-        store_rows(tile, 0, dk, scale, dqkv, k_start, stride, k0, T, CHUNKS)
-        store_rows(tile, TILE, dv, float32(1), dqkv, k_start + C, stride, k0, T, CHUNKS)
+        store_product(tile, 0, dk, scale, dqkv, k_start, stride, k0, T, CHUNKS)
+        store_product(tile, TILE, dv, float32(1), dqkv, k_start + C, stride, k0, T, CHUNKS)
 
     flash_mma_dkv_kernel.__name__ += f"_{HS}"
     return flash_mma_dkv_kernel

@@ -4,26 +4,34 @@ A block is four warps, and a warp has 16 rows of the left operand and of the res
 operand is a tile in shared memory. flash_tile.py has the layouts, gpu/mma.py the instructions.
 
 Code is written once for both kinds of storage. A row of A, or column of B, of one mma.sync is 32
-bytes, two chunks: 16 bf16 or 8 float32. So `rows_times_rows` (S = q k^T), where the products run
-along the rows of both tiles, is the same walk with ldmatrix over the same bytes. They part in
-`weights_times_rows` (out += P v): there the products run down the rows of the tile, and the left
-operand is P, a result that lies in registers as flash_tile.py shows.
+bytes, two chunks: 16 bf16 or 8 float32.
+
+`rows_times_rows` (S = q k^T): the sums run along the rows of both tiles. For both kinds of storage
+ldmatrix reads the same bytes in the same order.
+
+`weights_times_rows` (out += P v): the sums run down the rows of the tile. The left operand is P, a
+result that lies in registers as flash_tile.py shows; `quad` and `member` are explained there. Here
+the kinds of storage differ.
 
 * bf16: two neighbouring columns of P, packed, are a word of the left operand as they stand.
   ldmatrix transposes on the way, since mma wants B by columns.
-* TF32: lane q of a quad holds columns 2 q and 2 q + 1 of each 8 of P, while words q and q + 4 of A
-  are wanted. No need to move them: a sum may run in any order. We call key 2 q word q of A and key
-  2 q + 1 word q + 4, and B has to agree: b[0] comes from row 2 q of v and b[1] from row 2 q + 1.
-  ldmatrix does not transpose 32-bit elements, so these are plain loads. And as column g of B any
-  column of v will do, as long as the output knows. We take columns 2 g and 2 g + 1 of 16 for two
-  products: one 64-bit load serves both, and a lane ends up with four neighbouring columns of out.
+* TF32: a lane holds columns 2 member and 2 member + 1 of each 8 of P, while words `member` and
+  member + 4 of A are wanted. Nothing need be moved, because a sum may run in any order. Key
+  2 member is taken for word `member` of A and key 2 member + 1 for word member + 4. B has to agree:
+  b[0] comes from row 2 member of v and b[1] from row 2 member + 1. ldmatrix does not transpose
+  32-bit elements, so these are plain loads.
+  As column `quad` of B any column of v will do, as long as whoever reads the result knows. Columns
+  2 quad and 2 quad + 1 of 16 are taken, for two products j = 0, 1. One 64-bit load serves both, and
+  a lane ends up with four neighbouring columns of out:
 
-      acc[8 n + 4 j + 2 r + c]   is row g + 8 r, column 16 n + 4 q + 2 c + j     (TF32 out, dq …)
+      acc[8 n + 4 j + 2 r + c]  is row quad + 8 r, column 16 n + 4 member + 2 c + j     (TF32)
+
+`product` in a name means a result of weights_times_rows, in this order or in the plain one of bf16.
 
 Banks: ldmatrix reads one chunk of each of 8 consecutive rows, and the swizzle keeps these in 8
-different places. A 64-bit load is served 16 lanes at a time, here 4 rows, all even or all odd, and
-2 neighbouring chunks: chunk ^ row are 8 different places again. (In rows of 64 bytes, float32 at
-head size 16, two rows share a line and its places: two turns.)
+different places. A 64-bit load is served 16 lanes at a time. Here these read 4 rows, all even or
+all odd, and 2 neighbouring chunks, and chunk ^ row are 8 different places again. (In rows of 64
+bytes, float32 at head size 16, two rows share a line and its places: two turns.)
 
 float32 is rounded to the nearest TF32 by an instruction of its own. The tensor cores alone would
 drop the lower bits, and errors that all point towards zero add up.
@@ -42,7 +50,7 @@ from numbagpt.gpu.mma import (
 )
 from numbagpt.gpu.ptx import load_pair, pack_bf16
 from numbagpt.gpu.vec import store, width
-from numbagpt.ops.flash_tile import ROWS, lay_out, swizzled, take_up
+from numbagpt.ops.flash_tile import ROWS, fragment_to_shared, shared_to_global, swizzled
 
 # ---- one mma.sync for both kinds of storage ------------------------------------------------------
 
@@ -57,8 +65,8 @@ def multiply(tile, acc, acc_first, a, a_first, b, b_first):
 
 
 @device_function
-def load_words_of(tile, words, first, offset):
-    """words[first : first + 4] by ldmatrix, rounded to TF32 where the tile stores float32."""
+def load_operand(tile, words, first, offset):
+    """words[first : first + 4] from ldmatrix, rounded to TF32 where the tile stores float32."""
     ldmatrix(words, first, tile, offset)
     if width(tile) == 4:
         for i in range(4):
@@ -66,41 +74,45 @@ def load_words_of(tile, words, first, offset):
 
 
 @device_function
-def element(tile, offset, row, chunk, rows, chunks):
-    """Index of the first element of a chunk of the tile at `offset`, for further_on."""
+def chunk_index(tile, offset, row, chunk, rows, chunks):
+    """Index of the first element of a chunk; `offset` is where the tile begins."""
     return int32(offset + swizzled(row, chunk, rows, chunks) * width(tile))
 
 
 @device_function
-def further_on(tile, at, row, chunk, rows, chunks):
-    """Index of the chunk that is `row` rows and `chunk` chunks behind the one at index `at`.
+def advance_index(tile, index, down, right, rows, chunks):
+    """Index of the chunk that is `down` rows and `right` chunks further than the one at `index`.
 
-    row is a multiple of 8 and chunk one of 2 or 4, constants; the chunk at `at` is one of the first
-    2 or 4 of its row. The swizzle is an exclusive or, and so is going further along the row. Done
-    on the index at hand, so that no register holds the place of each chunk throughout a loop.
+    down is a constant, a multiple of 8: the swizzle repeats every 8 rows. right is a constant, a
+    multiple of 2 or 4, and the chunk at `index` is one of the first 2 or 4 of its row: so
+    chunk + right = chunk ^ right. The swizzle is an exclusive or too, and it is enough to flip the
+    bits of `right` in the index.
+
+    chunk_index would give the same, but the compiler would keep the index of each chunk in a
+    register throughout a loop. This takes an instruction or two on the one index at hand.
     """
-    line = 8 if chunks >= 8 else chunks
-    behind = (chunk // line) * rows * 8 + row * line
-    return int32((at ^ (chunk % line) * width(tile)) + behind * width(tile))
+    across = 8 if chunks >= 8 else chunks  # chunks of a row within its panel
+    behind = (right // across) * rows * 8 + down * across
+    return int32((index ^ (right % across) * width(tile)) + behind * width(tile))
 
 
 # ---- the two products ----------------------------------------------------------------------------
 
 
 @device_function
-def load_left(a, first, tile, offset, k, chunks):
+def load_left_step(a, first, tile, offset, k, chunks):
     """Chunks 2 k and 2 k + 1 of this warp's 16 rows of a tile of ROWS, as the A of one mma."""
     lane = int32(cuda.threadIdx.x & 31)
     row = int32((cuda.threadIdx.x >> 5) * 16 + (lane & 15))
-    at = element(tile, offset, row, lane >> 4, ROWS, chunks)
-    load_words_of(tile, a, first, further_on(tile, at, 0, 2 * k, ROWS, chunks))
+    at = chunk_index(tile, offset, row, lane >> 4, ROWS, chunks)
+    load_operand(tile, a, first, advance_index(tile, at, 0, 2 * k, ROWS, chunks))
 
 
 @device_function
 def load_left_rows(a, tile, offset, chunks):
     """This warp's 16 rows of a tile of ROWS: the left operand of rows_times_rows."""
     for k in range(chunks // 2):
-        load_left(a, 4 * k, tile, offset, k, chunks)
+        load_left_step(a, 4 * k, tile, offset, k, chunks)
 
 
 @device_function
@@ -109,9 +121,9 @@ def multiply_step(acc, a, a_first, tile, offset, k, rows, chunks):
     lane = int32(cuda.threadIdx.x & 31)
     b = cuda.local.array(4, int32)
     # matrices 0 and 1 are the two chunks of 8 rows, 2 and 3 those of the next 8
-    at = element(tile, offset, (lane & 7) + (lane >> 4) * 8, lane >> 3 & 1, rows, chunks)
+    at = chunk_index(tile, offset, (lane & 7) + (lane >> 4) * 8, lane >> 3 & 1, rows, chunks)
     for n in range(rows // 16):
-        load_words_of(tile, b, 0, further_on(tile, at, 16 * n, 2 * k, rows, chunks))
+        load_operand(tile, b, 0, advance_index(tile, at, 16 * n, 2 * k, rows, chunks))
         multiply(tile, acc, 8 * n, a, a_first, b, 0)
         multiply(tile, acc, 8 * n + 4, a, a_first, b, 2)
 
@@ -121,7 +133,7 @@ def rows_times_rows(acc, a, tile, offset, rows, chunks):
     """acc = A B^T: this warp's 16 rows, in registers, by all rows of the tile.
 
     acc   rows / 2 float32, overwritten: 16 x rows
-    a     2 * chunks words of load_left_rows
+    a     2 * chunks words, from load_left_rows
     """
     for i in range(rows // 2):
         acc[i] = float32(0)
@@ -131,53 +143,55 @@ def rows_times_rows(acc, a, tile, offset, rows, chunks):
 
 @device_function
 def tile_times_rows(acc, tile, left, offset, rows, chunks):
-    """rows_times_rows with the 16 rows read where they are needed, from the tile of ROWS at `left`.
+    """rows_times_rows that reads the 16 rows step by step, from the tile of ROWS at offset `left`.
 
-    For where there are not enough registers to keep them: a quarter more reads for 64 rows.
+    For kernels without the registers to keep them. It reads a quarter more for tiles of 64 rows.
     """
     a = cuda.local.array(4, int32)
     for i in range(rows // 2):
         acc[i] = float32(0)
     for k in range(chunks // 2):
-        load_left(a, 0, tile, left, k, chunks)
+        load_left_step(a, 0, tile, left, k, chunks)
         multiply_step(acc, a, 0, tile, offset, k, rows, chunks)
 
 
 @device_function
 def weights_times_rows(acc, p, tile, offset, rows, chunks):
-    """acc += P B: 16 x rows numbers, in registers, by the rows of the tile.
+    """acc += P B: P is in registers, B is the tile.
 
     acc   16 x head size
-    p     16 x rows, as rows_times_rows leaves them; rounded here to the storage of the tile
+    p     16 x rows, as rows_times_rows leaves it; rounded here to the storage of the tile
     """
     lane = int32(cuda.threadIdx.x & 31)
     a = cuda.local.array(4, int32)
     b = cuda.local.array(4, int32)
     if width(tile) == 8:
         # matrices 0 and 1 are two times 8 rows of one chunk, 2 and 3 of the next chunk
-        at = element(tile, offset, lane & 15, lane >> 4, rows, chunks)
+        at = chunk_index(tile, offset, lane & 15, lane >> 4, rows, chunks)
         for k in range(rows // 16):
             for i in range(4):
                 a[i] = pack_bf16(p[8 * k + 2 * i], p[8 * k + 2 * i + 1])
             for n in range(chunks // 2):
-                ldmatrix_transposed(b, 0, tile, further_on(tile, at, 16 * k, 2 * n, rows, chunks))
+                index = advance_index(tile, at, 16 * k, 2 * n, rows, chunks)
+                ldmatrix_transposed(b, 0, tile, index)
                 multiply(tile, acc, 8 * n, a, 0, b, 0)
                 multiply(tile, acc, 8 * n + 4, a, 0, b, 2)
     else:
         even = cuda.local.array(2, float32)
         odd = cuda.local.array(2, float32)
         row = int32(2 * (lane & 3))
-        chunk = int32(lane >> 3)  # columns 2 g and 2 g + 1 are in chunk g / 2 = lane / 8
-        half = int32((lane >> 2 & 1) * 2)
-        at = int32(element(tile, offset, row, chunk, rows, chunks) + half)
-        at_odd = int32(element(tile, offset, row + 1, chunk, rows, chunks) + half)
+        # columns 2 quad and 2 quad + 1: in chunk quad / 2 = lane / 8, its first or second half
+        chunk = int32(lane >> 3)
+        within = int32((lane >> 2 & 1) * 2)
+        at = int32(chunk_index(tile, offset, row, chunk, rows, chunks) + within)
+        at_odd = int32(chunk_index(tile, offset, row + 1, chunk, rows, chunks) + within)
         for k in range(rows // 8):
-            for h in range(2):
+            for h in range(2):  # of A's words, as in gpu/mma.py
                 for r in range(2):
                     a[r + 2 * h] = round_to_tf32(p[4 * k + 2 * r + h])
             for n in range(chunks // 4):
-                load_pair(even, tile, further_on(tile, at, 8 * k, 4 * n, rows, chunks))
-                load_pair(odd, tile, further_on(tile, at_odd, 8 * k, 4 * n, rows, chunks))
+                load_pair(even, tile, advance_index(tile, at, 8 * k, 4 * n, rows, chunks))
+                load_pair(odd, tile, advance_index(tile, at_odd, 8 * k, 4 * n, rows, chunks))
                 for j in range(2):
                     b[2 * j] = round_to_tf32(even[j])
                     b[2 * j + 1] = round_to_tf32(odd[j])
@@ -185,13 +199,10 @@ def weights_times_rows(acc, p, tile, offset, rows, chunks):
 
 
 @device_function
-def lay_out_rows(tile, offset, acc, factor, chunks):
-    """factor * acc, as weights_times_rows leaves it, into a tile of ROWS nobody needs any more.
-
-    Each warp writes its own 16 rows.
-    """
+def product_to_shared(tile, offset, acc, factor, chunks):
+    """fragment_to_shared for acc as weights_times_rows leaves it."""
     if width(tile) == 8:
-        lay_out(tile, offset, acc, factor, chunks)
+        fragment_to_shared(tile, offset, acc, factor, chunks)
     else:
         lane = int32(cuda.threadIdx.x & 31)
         x = cuda.local.array(4, float32)
@@ -206,12 +217,8 @@ def lay_out_rows(tile, offset, acc, factor, chunks):
 
 
 @device_function
-def store_rows(tile, offset, acc, factor, target, start, stride, first, T, chunks):
-    """factor * acc, as weights_times_rows leaves it, to the rows below T of a matrix.
-
-    target, start   where row `first`, the block's first of ROWS, begins; stride from row to row
-    tile, offset    shared memory whose 16 rows this warp alone has read
-    """
-    lay_out_rows(tile, offset, acc, factor, chunks)
+def store_product(tile, offset, acc, factor, target, start, stride, first, T, chunks):
+    """store_fragment for acc as weights_times_rows leaves it."""
+    product_to_shared(tile, offset, acc, factor, chunks)
     cuda.syncwarp()
-    take_up(tile, offset, target, start, stride, first, T, chunks)
+    shared_to_global(tile, offset, target, start, stride, first, T, chunks)

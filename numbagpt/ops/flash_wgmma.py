@@ -1,6 +1,7 @@
 """Flash attention on Hopper: bf16, head sizes 64 and 128, products by wgmma.
 
-flash_attention.py has the maths, flash_tile.py the layouts, gpu/wgmma.py the products.
+flash_attention.py has the maths, flash_tile.py the layouts and the names, gpu/wgmma.py the
+products.
 
 A block is one warpgroup, 128 threads, and owns 64 rows: queries, in the kernels that compute out
 and dq, or keys, in the one that computes dk and dv. Its rows stay in shared memory; tiles of the
@@ -9,20 +10,26 @@ on. The accumulators stay in registers for the whole loop. No block writes what 
 no atomics, and the same bits at every run.
 
 What keeps the tensor cores busy is mostly that 3 or 4 such blocks share a multiprocessor, some in
-their products while others are in their exponentials. Therefore registers are counted: 65536
-divided by 128 threads is 128 for each at 4 blocks, 168 at 3, 255 at 2.
+their products while others are in their exponentials. Therefore registers are counted. A
+multiprocessor has 65536. 4 blocks of 128 threads leave 65536 / (4 * 128) = 128 to a thread, 3 leave
+168, and 2 leave 255, the most that a thread can have.
 
 Blocks differ in length, since under a causal mask the last queries see all keys and the first only
 their own tile. The long ones start first, and the short ones fill the gaps at the end.
 
-Rows from T on are zeros in shared memory and never stored. A key beyond T lies behind every query
-and falls to the causal mask. A query beyond T has dO = 0 and adds nothing to dk and dv.
+Rows from T on are zeros in shared memory and never stored. A key beyond T comes after every query,
+so the causal mask covers it. A query beyond T has dO = 0 and adds nothing to dk and dv.
+
+wgmma reads shared memory by a path of its own. So between the arrival of a copy and the barrier
+there is always a `fence_async_proxy`. It and `keep_address` are explained in gpu/ptx.py, and in
+gpu/wgmma.py why a tile has to begin at a multiple of 1024 bytes (`alignment=1024`).
 """
 
 from numba import cuda, float32, int32, int64, uint16, void
 
 from numbagpt.gpu.kernel import Kernel, kernel
 from numbagpt.gpu.ptx import (
+    LN_2,
     copy_async_commit,
     copy_async_wait,
     fence_async_proxy,
@@ -33,18 +40,17 @@ from numbagpt.gpu.ptx import (
 from numbagpt.gpu.reduce import LOWEST
 from numbagpt.gpu.wgmma import wgmma_ab, wgmma_abt, wgmma_wait
 from numbagpt.ops.flash_tile import (
-    LN2,
     ROWS,
     THREADS,
     fragment_corner,
-    load_my_chunks,
+    load_tile_async,
     mask_above,
-    my_chunk,
     online_softmax,
     pack_rows,
     quad_sum,
     scale_rows,
-    store_tile,
+    store_fragment,
+    thread_offset,
 )
 
 HEAD_SIZES = (64, 128)
@@ -68,20 +74,24 @@ def make_forward_kernel(HS: int) -> Kernel:
 
         Grid as by tile_grid(B * NH, ceil(T / 64)). scale2 = scale * log2(e).
 
-        K runs one tile ahead of V. Each turn starts the scores of the next tile and the product of
-        the current probabilities with V together; the softmax of the next tile is computed while
-        the tensor cores still work on the latter.
+        K runs one tile ahead of V. Each turn of the loop starts two products together: the scores
+        of the next tile, and P of the current tile with its V. The softmax of the next tile is
+        computed while the tensor cores still work on the second.
 
         Reads q once and k, v once per query tile, from the second-level cache but for the first
         time; writes out and lse: 8 HS + 4 bytes per token and head from and to memory.
         """
-        tile = keep_address(cuda.shared.array(0, uint16, alignment=1024))  # Q; K, V; K, V
+        # tile:    Q   K      V        K        V
+        # index:   0   TILE   2 TILE   3 TILE   4 TILE
+        #              stage 0         stage STAGE = 2 TILE
+        # Of a stage, K is at stage + TILE and V at stage + 2 TILE.
+        tile = keep_address(cuda.shared.array(0, uint16, alignment=1024))
         s = cuda.local.array(32, float32)
         p = cuda.local.array(16, int32)
         o = cuda.local.array(ACC, float32)
-        m = cuda.local.array(2, float32)
-        l = cuda.local.array(2, float32)
-        alpha = cuda.local.array(2, float32)
+        row_max = cuda.local.array(2, float32)
+        row_sum = cuda.local.array(2, float32)
+        rescale = cuda.local.array(2, float32)
 
         head = int32(cuda.blockIdx.z * cuda.gridDim.x + cuda.blockIdx.x)
         b = int32(head // NH)
@@ -91,23 +101,25 @@ def make_forward_kernel(HS: int) -> Kernel:
         C = int64(NH) * HS
         stride = 3 * C
         # Of token 0; k follows C behind q, and v behind k.
-        q_start = int64(b) * T * stride + h * HS + my_chunk(stride, 8, CHUNKS)
-        load_my_chunks(tile, 0, qkv, q_start + q0 * stride, stride, q0, T, ROWS, CHUNKS)
+        q_start = int64(b) * T * stride + h * HS + thread_offset(stride, 8, CHUNKS)
+        load_tile_async(tile, 0, qkv, q_start + q0 * stride, stride, q0, T, ROWS, CHUNKS)
         k_next = q_start + C
-        load_my_chunks(tile, TILE, qkv, k_next, stride, 0, T, ROWS, CHUNKS)
-        load_my_chunks(tile, TILE + TILE, qkv, k_next + C, stride, 0, T, ROWS, CHUNKS)
+        load_tile_async(tile, TILE, qkv, k_next, stride, 0, T, ROWS, CHUNKS)
+        load_tile_async(tile, 2 * TILE, qkv, k_next + C, stride, 0, T, ROWS, CHUNKS)
         copy_async_commit()
         k_next += ROWS * stride
         if tiles > 1:
-            load_my_chunks(tile, STAGE + TILE, qkv, k_next, stride, ROWS, T, ROWS, CHUNKS)
+            load_tile_async(tile, STAGE + TILE, qkv, k_next, stride, ROWS, T, ROWS, CHUNKS)
             copy_async_commit()
         for i in range(ACC):
             o[i] = float32(0)
         for r in range(2):
-            m[r] = LOWEST
-            l[r] = float32(0)
+            row_max[r] = LOWEST
+            row_sum[r] = float32(0)
         corner = fragment_corner()
 
+        # For both groups; they might as well be one. The loop's first turn does not wait, and it
+        # uses K of tile 1.
         copy_async_wait(0)
         fence_async_proxy()
         cuda.syncthreads()
@@ -115,7 +127,7 @@ def make_forward_kernel(HS: int) -> Kernel:
         wgmma_wait(s, 32, 0)
         if tiles == 1:
             mask_above(s, corner, 8)
-        online_softmax(s, m, l, alpha, scale2, 8)
+        online_softmax(s, row_max, row_sum, rescale, scale2, 8)
         pack_rows(s, p, 8)
 
         stage = int32(0)
@@ -127,21 +139,21 @@ def make_forward_kernel(HS: int) -> Kernel:
             # K of tile j + 1 and V of tile j are there; K of tile j and V of j - 1 are used up.
             cuda.syncthreads()
             other = int32(stage ^ STAGE)
-            load_my_chunks(tile, other + 2 * TILE, qkv, k_next + C, stride, k1, T, ROWS, CHUNKS)
+            load_tile_async(tile, other + 2 * TILE, qkv, k_next + C, stride, k1, T, ROWS, CHUNKS)
             k_next += ROWS * stride
             k2 = int32(k1 + ROWS)
             if int32(j + 2) < tiles:
-                load_my_chunks(tile, stage + TILE, qkv, k_next, stride, k2, T, ROWS, CHUNKS)
+                load_tile_async(tile, stage + TILE, qkv, k_next, stride, k2, T, ROWS, CHUNKS)
             copy_async_commit()
             wgmma_abt(s, tile, 0, tile, other + TILE, ROWS, HS)
             wgmma_ab(o, p, tile, stage + 2 * TILE, ROWS, HS)
             wgmma_wait(s, 32, 1)
             if int32(j + 2) == tiles:
                 mask_above(s, corner, 8)
-            online_softmax(s, m, l, alpha, scale2, 8)
+            online_softmax(s, row_max, row_sum, rescale, scale2, 8)
             wgmma_wait(o, ACC, 0)
             pack_rows(s, p, 8)
-            scale_rows(o, alpha, CHUNKS)
+            scale_rows(o, rescale, CHUNKS)
             stage = other
             k1 = k2
 
@@ -153,14 +165,14 @@ def make_forward_kernel(HS: int) -> Kernel:
         lane = int32(cuda.threadIdx.x & 31)
         first = int32((cuda.threadIdx.x >> 5) * 16 + (lane >> 2))
         for r in range(2):
-            total = quad_sum(l[r])
-            l[r] = reciprocal(total)
+            total = quad_sum(row_sum[r])
+            row_sum[r] = reciprocal(total)
             row = int32(q0 + first + 8 * r)
             if (lane & 3) == 0 and row < T:
-                lse[int64(head) * T + row] = (m[r] * scale2 + log2(total)) * LN2
-        scale_rows(o, l, CHUNKS)
+                lse[int64(head) * T + row] = (row_max[r] * scale2 + log2(total)) * float32(LN_2)
+        scale_rows(o, row_sum, CHUNKS)
         o_start = (int64(b) * T + q0) * C + h * HS
-        store_tile(tile, 0, o, float32(1), out, o_start, C, q0, T, CHUNKS)
+        store_fragment(tile, 0, o, float32(1), out, o_start, C, q0, T, CHUNKS)
 
     flash_wgmma_forward_kernel.__name__ += f"_{HS}"
     return flash_wgmma_forward_kernel

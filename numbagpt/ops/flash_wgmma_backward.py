@@ -22,6 +22,7 @@ from numba import cuda, float32, int32, int64, uint16, void
 
 from numbagpt.gpu.kernel import Kernel, kernel
 from numbagpt.gpu.ptx import (
+    LOG2_E,
     copy_async_commit,
     copy_async_wait,
     copy_word_async_or_zero,
@@ -33,21 +34,20 @@ from numbagpt.gpu.ptx import (
 from numbagpt.gpu.vec import MAX_WIDTH, load
 from numbagpt.gpu.wgmma import wgmma_ab, wgmma_abt, wgmma_wait
 from numbagpt.ops.flash_tile import (
-    LOG2E,
     ROWS,
     THREADS,
+    column_sum_weights,
     fragment_corner,
-    lay_out,
-    load_my_chunks,
+    fragment_to_shared,
+    load_tile_async,
     mask_above,
     mask_below,
-    my_chunk,
-    ones_in_half,
     pack_rows,
     quad_sum,
-    store_sums,
-    store_tile,
-    take_up,
+    shared_to_global,
+    store_column_sums,
+    store_fragment,
+    thread_offset,
 )
 from numbagpt.ops.flash_wgmma import HEAD_SIZES
 
@@ -59,28 +59,32 @@ def make_dq_kernel(HS: int) -> Kernel:
     STAGE = 2 * TILE  # a tile of K and one of V; there are two stages
     ACC = HS // 2  # registers of a thread for 64 x HS
     QUARTER = HS // 4  # columns of a row for each lane of a quad
-    bf16, rows = uint16[::1], float32[::1]
+    bf16, f32 = uint16[::1], float32[::1]
 
     @kernel(
-        void(bf16, rows, rows, bf16, bf16, bf16, rows, int32, int32, float32, float32, int32),
+        void(bf16, f32, f32, bf16, bf16, bf16, f32, int32, int32, float32, float32, int32),
         max_threads=THREADS,
         min_blocks=4 if HS == 64 else 2,
         exactly=(9, 0),
     )
     def flash_wgmma_dq_kernel(
-        dqkv, tile_sums, rows, dout, qkv, out, lse, T, NH, scale2, scale, with_sums
+        dqkv, tile_sums, lse_delta, dout, qkv, out, lse, T, NH, scale2, scale, with_sums
     ):
-        """One block per 64 queries of a head: dq, and for the next kernel what it needs of rows.
+        """One block per 64 queries of a head: dq, and lse_delta for the dkv kernel.
 
-        rows (B, NH, 2, T): lse * log2(e), so that P = 2 ** (scale2 S - that), and delta.
-        tile_sums (B, ceil(T / 64), 3C): each tile's share of the bias's gradient, if with_sums.
+        lse_delta  (B, NH, 2, T)          lse2 = lse * log2(e) and delta; P = 2 ** (scale2 S - lse2)
+        tile_sums  (B, ceil(T / 64), 3C)  each tile's share of the bias's gradient, if with_sums
+
         Grid as by tile_grid(B * NH, ceil(T / 64)). scale2 = scale * log2(e).
 
         Reads q, dout, out and lse once, k and v once per query tile, mostly from the second-level
-        cache; writes dq, rows and, for each 64 tokens, three rows of sums: 12 HS + 12 + 3 HS / 16
-        bytes per token and head from and to memory.
+        cache; writes dq, lse_delta and, for each 64 tokens, three rows of sums: 12 HS + 12 +
+        3 HS / 16 bytes per token and head from and to memory.
         """
-        tile = keep_address(cuda.shared.array(0, uint16, alignment=1024))  # Q, dO; K, V; K, V
+        # tile:    Q   dO     K        V        K        V
+        # index:   0   TILE   2 TILE   3 TILE   4 TILE   5 TILE        STAGE = 2 TILE
+        # A turn of the loop uses one K and V, from k_tile on; the copies fill the other two.
+        tile = keep_address(cuda.shared.array(0, uint16, alignment=1024))
         s = cuda.local.array(32, float32)
         dp = cuda.local.array(32, float32)
         ds = cuda.local.array(16, int32)
@@ -100,13 +104,13 @@ def make_dq_kernel(HS: int) -> Kernel:
         stride = 3 * C
         q_start = int64(b) * T * stride + h * HS  # of token 0; k follows C behind q, v behind k
         o_start = int64(b) * T * C + h * HS
-        share = my_chunk(stride, 8, CHUNKS)
-        load_my_chunks(tile, 0, qkv, q_start + q0 * stride + share, stride, q0, T, ROWS, CHUNKS)
-        o_next = o_start + q0 * C + my_chunk(C, 8, CHUNKS)
-        load_my_chunks(tile, TILE, dout, o_next, C, q0, T, ROWS, CHUNKS)
-        k_next = q_start + C + share
-        load_my_chunks(tile, STAGE, qkv, k_next, stride, 0, T, ROWS, CHUNKS)
-        load_my_chunks(tile, STAGE + TILE, qkv, k_next + C, stride, 0, T, ROWS, CHUNKS)
+        offset = thread_offset(stride, 8, CHUNKS)
+        load_tile_async(tile, 0, qkv, q_start + q0 * stride + offset, stride, q0, T, ROWS, CHUNKS)
+        do_start = o_start + q0 * C + thread_offset(C, 8, CHUNKS)
+        load_tile_async(tile, TILE, dout, do_start, C, q0, T, ROWS, CHUNKS)
+        k_next = q_start + C + offset
+        load_tile_async(tile, STAGE, qkv, k_next, stride, 0, T, ROWS, CHUNKS)
+        load_tile_async(tile, STAGE + TILE, qkv, k_next + C, stride, 0, T, ROWS, CHUNKS)
         copy_async_commit()
 
         lane = int32(cuda.threadIdx.x & 31)
@@ -124,31 +128,32 @@ def make_dq_kernel(HS: int) -> Kernel:
                 for e in range(8):
                     total += x[e] * y[e]
             delta[r] = quad_sum(total)
-            lse2[r] = lse[int64(head) * T + row] * LOG2E
+            lse2[r] = lse[int64(head) * T + row] * float32(LOG2_E)
             if there and (lane & 3) == 0:
-                rows[2 * int64(head) * T + row] = lse2[r]
-                rows[(2 * int64(head) + 1) * T + row] = delta[r]
-            if not there:  # P = 1 and dP = 0, and so is dS: no part of the column sums
+                lse_delta[2 * int64(head) * T + row] = lse2[r]
+                lse_delta[(2 * int64(head) + 1) * T + row] = delta[r]
+            if not there:  # then P = 1, dP = 0 and dS = 0: nothing is added to the sums of columns
                 lse2[r] = float32(0)
                 delta[r] = float32(0)
         for i in range(ACC):
             dq[i] = float32(0)
         corner = fragment_corner()
 
-        stage = int32(STAGE)
+        k_tile = int32(STAGE)
         for j in range(tiles):
             copy_async_wait(0)
             fence_async_proxy()
             cuda.syncthreads()  # the copies have arrived, and nobody reads the other stage any more
-            other = int32(stage ^ (3 * STAGE))  # STAGE and 2 * STAGE take turns
+            next_k_tile = int32(k_tile ^ (3 * STAGE))  # STAGE and 2 * STAGE take turns
             if int32(j + 1) < tiles:
                 k1 = int32(ROWS * (j + 1))
                 k_next += ROWS * stride
-                load_my_chunks(tile, other, qkv, k_next, stride, k1, T, ROWS, CHUNKS)
-                load_my_chunks(tile, other + TILE, qkv, k_next + C, stride, k1, T, ROWS, CHUNKS)
+                load_tile_async(tile, next_k_tile, qkv, k_next, stride, k1, T, ROWS, CHUNKS)
+                next_v_tile = next_k_tile + TILE
+                load_tile_async(tile, next_v_tile, qkv, k_next + C, stride, k1, T, ROWS, CHUNKS)
                 copy_async_commit()
-            wgmma_abt(s, tile, 0, tile, stage, ROWS, HS)
-            wgmma_abt(dp, tile, TILE, tile, stage + TILE, ROWS, HS)
+            wgmma_abt(s, tile, 0, tile, k_tile, ROWS, HS)
+            wgmma_abt(dp, tile, TILE, tile, k_tile + TILE, ROWS, HS)
             wgmma_wait(s, 32, 1)
             if int32(j + 1) == tiles:
                 mask_above(s, corner, 8)
@@ -164,25 +169,25 @@ def make_dq_kernel(HS: int) -> Kernel:
                         i = 4 * n + 2 * r + c
                         s[i] *= dp[i] - delta[r]
             pack_rows(s, ds, 8)
-            wgmma_ab(dq, ds, tile, stage, ROWS, HS)
+            wgmma_ab(dq, ds, tile, k_tile, ROWS, HS)
             wgmma_wait(dq, ACC, 0)
-            stage = other
+            k_tile = next_k_tile
         cuda.syncthreads()
-        lay_out(tile, 0, dq, scale, CHUNKS)
+        fragment_to_shared(tile, 0, dq, scale, CHUNKS)
         fence_async_proxy()
         cuda.syncthreads()
-        take_up(tile, 0, dqkv, q_start + q0 * stride, stride, q0, T, CHUNKS)
+        shared_to_global(tile, 0, dqkv, q_start + q0 * stride, stride, q0, T, CHUNKS)
         if with_sums != 0:
             for i in range(ACC):
                 dq[i] = float32(0)
-            ones_in_half(s, 0, 8)
+            column_sum_weights(s, 0, 8)
             pack_rows(s, ds, 8)
             wgmma_ab(dq, ds, tile, 0, ROWS, HS)
-            ones_in_half(s, 1, 8)
-            pack_rows(s, more_ones, 8)
+            column_sum_weights(s, 1, 8)
+            pack_rows(s, more_ones, 8)  # not ds, which the product before still reads
             wgmma_ab(dq, more_ones, tile, TILE, ROWS, HS)
             wgmma_wait(dq, ACC, 0)
-            store_sums(tile_sums, int32(tiles - 1), tile, dq, NH, HS)
+            store_column_sums(tile_sums, int32(tiles - 1), tile, dq, NH, HS)
 
     flash_wgmma_dq_kernel.__name__ += f"_{HS}"
     return flash_wgmma_dq_kernel
@@ -195,33 +200,35 @@ def make_dkv_kernel(HS: int) -> Kernel:
     TILE = ROWS * HS  # elements
     QTILE = QUERIES * HS
     STAGE = 2 * QTILE  # a tile of Q and one of dO; there are two stages
-    VALUES = (2 * TILE + 2 * STAGE) // 2  # where lse2 and delta begin, counted in float32
+    LSE_DELTA = (2 * TILE + 2 * STAGE) // 2  # where lse2 and delta begin, in float32
     ACC = HS // 2  # registers of a thread for 64 x HS
     SCORES = QUERIES // 2  # and for 64 x QUERIES,
     PACKED = QUERIES // 4  # and for these in bf16
     BLOCKS = QUERIES // 8
     DIAGONAL = ROWS // QUERIES  # tiles that the diagonal crosses
-    bf16, rows = uint16[::1], float32[::1]
+    bf16, f32 = uint16[::1], float32[::1]
 
     @kernel(
-        void(bf16, bf16, bf16, rows, int32, int32, float32, float32),
+        void(bf16, bf16, bf16, f32, int32, int32, float32, float32),
         max_threads=THREADS,
         min_blocks=3 if HS == 64 else 2,
         exactly=(9, 0),
     )
-    def flash_wgmma_dkv_kernel(dqkv, dout, qkv, rows, T, NH, scale2, scale):
+    def flash_wgmma_dkv_kernel(dqkv, dout, qkv, lse_delta, T, NH, scale2, scale):
         """One block per 64 keys of a head: dk and dv, from the tiles of queries that see them.
 
-        rows (B, NH, 2, T): as flash_wgmma_dq_kernel left them.
+        lse_delta (B, NH, 2, T): lse2 and delta, as flash_wgmma_dq_kernel left them.
         Grid as by tile_grid(B * NH, ceil(T / 64)). scale2 = scale * log2(e).
 
-        Reads k and v once, q, dout and rows once per key tile, mostly from the second-level cache;
-        writes dk and dv: 12 HS + 8 bytes per token and head from and to memory.
+        Reads k and v once, q, dout and lse_delta once per key tile, mostly from the second-level
+        cache; writes dk and dv: 12 HS + 8 bytes per token and head from and to memory.
         """
-        tile = keep_address(cuda.shared.array(0, uint16, alignment=1024))  # K, V; Q, dO; Q, dO
-        values = keep_address(
-            cuda.shared.array(0, float32, alignment=1024)
-        )  # behind these: lse2, delta; twice
+        # tile:    K   V      Q        dO               Q                dO
+        # index:   0   TILE   2 TILE   2 TILE + QTILE   2 TILE + STAGE   2 TILE + STAGE + QTILE
+        #                     stage 0                   stage 1
+        # Behind these, from LSE_DELTA on, float32: lse2 and delta of stage 0, then of stage 1.
+        tile = keep_address(cuda.shared.array(0, uint16, alignment=1024))
+        shared_lse_delta = keep_address(cuda.shared.array(0, float32, alignment=1024))
         s = cuda.local.array(SCORES, float32)
         dp = cuda.local.array(SCORES, float32)
         p = cuda.local.array(PACKED, int32)
@@ -241,26 +248,29 @@ def make_dkv_kernel(HS: int) -> Kernel:
         token = int64(b) * T + k0
         k_start = token * stride + h * HS + C
         v_start = k_start + C
-        q_next = k_start - C + my_chunk(stride, 8, CHUNKS)
-        o_next = token * C + h * HS + my_chunk(C, 8, CHUNKS)
-        load_my_chunks(tile, 0, qkv, q_next + C, stride, k0, T, ROWS, CHUNKS)
-        load_my_chunks(tile, TILE, qkv, q_next + 2 * C, stride, k0, T, ROWS, CHUNKS)
-        load_my_chunks(tile, 2 * TILE, qkv, q_next, stride, k0, T, QUERIES, CHUNKS)
-        load_my_chunks(tile, 2 * TILE + QTILE, dout, o_next, C, k0, T, QUERIES, CHUNKS)
-        # A thread copies one value of each tile: the first threads lse2, the next delta.
+        q_next = k_start - C + thread_offset(stride, 8, CHUNKS)
+        do_next = token * C + h * HS + thread_offset(C, 8, CHUNKS)
+        load_tile_async(tile, 0, qkv, q_next + C, stride, k0, T, ROWS, CHUNKS)
+        load_tile_async(tile, TILE, qkv, q_next + 2 * C, stride, k0, T, ROWS, CHUNKS)
+        load_tile_async(tile, 2 * TILE, qkv, q_next, stride, k0, T, QUERIES, CHUNKS)
+        load_tile_async(tile, 2 * TILE + QTILE, dout, do_next, C, k0, T, QUERIES, CHUNKS)
+        # A thread copies one float of a tile's lse_delta. The first QUERIES threads copy lse2, the
+        # next QUERIES delta.
         thread = int32(cuda.threadIdx.x)
         query = int32(k0 + (thread & (QUERIES - 1)))
-        value = 2 * int64(head) * T + query
+        lse_delta_next = 2 * int64(head) * T + query
         if thread >= QUERIES:
-            value += T
+            lse_delta_next += T
         if 2 * QUERIES == THREADS or thread < 2 * QUERIES:
-            copy_word_async_or_zero(values, VALUES + thread, rows, value, query < T)
+            copy_word_async_or_zero(
+                shared_lse_delta, LSE_DELTA + thread, lse_delta, lse_delta_next, query < T
+            )
         copy_async_commit()
         for i in range(ACC):
             dk[i] = float32(0)
             dv[i] = float32(0)
         corner = fragment_corner()
-        column = int32(VALUES + 2 * (thread & 3))
+        pair_start = int32(LSE_DELTA + 2 * (thread & 3))  # of this lane's columns, in stage 0
 
         stage = int32(0)
         q1 = int32(k0 + QUERIES)  # first query of the next tile
@@ -271,36 +281,39 @@ def make_dkv_kernel(HS: int) -> Kernel:
             other = int32(1 - stage)
             if int32(j + 1) < tiles:
                 q_next += QUERIES * stride
-                o_next += QUERIES * C
-                value += QUERIES
+                do_next += QUERIES * C
+                lse_delta_next += QUERIES
                 query = int32(query + QUERIES)
-                at = int32(2 * TILE + other * STAGE)
-                load_my_chunks(tile, at, qkv, q_next, stride, q1, T, QUERIES, CHUNKS)
-                load_my_chunks(tile, at + QTILE, dout, o_next, C, q1, T, QUERIES, CHUNKS)
+                next_q_tile = int32(2 * TILE + other * STAGE)
+                load_tile_async(tile, next_q_tile, qkv, q_next, stride, q1, T, QUERIES, CHUNKS)
+                next_do_tile = next_q_tile + QTILE
+                load_tile_async(tile, next_do_tile, dout, do_next, C, q1, T, QUERIES, CHUNKS)
                 if 2 * QUERIES == THREADS or thread < 2 * QUERIES:
-                    to = int32(VALUES + other * (2 * QUERIES) + thread)
-                    copy_word_async_or_zero(values, to, rows, value, query < T)
+                    to = int32(LSE_DELTA + other * (2 * QUERIES) + thread)
+                    copy_word_async_or_zero(
+                        shared_lse_delta, to, lse_delta, lse_delta_next, query < T
+                    )
                 copy_async_commit()
                 q1 = int32(q1 + QUERIES)
             q_tile = int32(2 * TILE + stage * STAGE)
-            o_tile = int32(q_tile + QTILE)
+            do_tile = int32(q_tile + QTILE)
             wgmma_abt(s, tile, 0, tile, q_tile, QUERIES, HS)
-            wgmma_abt(dp, tile, TILE, tile, o_tile, QUERIES, HS)
-            at = int32(column + stage * (2 * QUERIES))
+            wgmma_abt(dp, tile, TILE, tile, do_tile, QUERIES, HS)
+            pair_at = int32(pair_start + stage * (2 * QUERIES))
             wgmma_wait(s, SCORES, 1)
             if j < DIAGONAL:
                 mask_below(s, int32(corner - j * QUERIES), BLOCKS)
             for n in range(BLOCKS):
-                load_pair(lse2, values, int32(at + 8 * n))
+                load_pair(lse2, shared_lse_delta, int32(pair_at + 8 * n))
                 for r in range(2):
                     for c in range(2):
                         i = 4 * n + 2 * r + c
                         s[i] = exp2(s[i] * scale2 - lse2[c])
             pack_rows(s, p, BLOCKS)
-            wgmma_ab(dv, p, tile, o_tile, QUERIES, HS)
+            wgmma_ab(dv, p, tile, do_tile, QUERIES, HS)
             wgmma_wait(dp, SCORES, 1)
             for n in range(BLOCKS):
-                load_pair(delta, values, int32(at + QUERIES + 8 * n))
+                load_pair(delta, shared_lse_delta, int32(pair_at + QUERIES + 8 * n))
                 for r in range(2):
                     for c in range(2):
                         i = 4 * n + 2 * r + c
@@ -311,8 +324,8 @@ def make_dkv_kernel(HS: int) -> Kernel:
             wgmma_wait(dk, ACC, 0)
             stage = other
         cuda.syncthreads()
-        store_tile(tile, 0, dk, scale, dqkv, k_start, stride, k0, T, CHUNKS)
-        store_tile(tile, TILE, dv, float32(1), dqkv, v_start, stride, k0, T, CHUNKS)
+        store_fragment(tile, 0, dk, scale, dqkv, k_start, stride, k0, T, CHUNKS)
+        store_fragment(tile, TILE, dv, float32(1), dqkv, v_start, stride, k0, T, CHUNKS)
 
     flash_wgmma_dkv_kernel.__name__ += f"_{HS}"
     return flash_wgmma_dkv_kernel

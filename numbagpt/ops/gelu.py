@@ -29,7 +29,7 @@ import numpy as np
 from numba import cuda, float32, int32, int64, uint16, void
 
 from numbagpt.gpu.kernel import ceil_div, device_function, kernel
-from numbagpt.gpu.ptx import exp2, reciprocal
+from numbagpt.gpu.ptx import LOG2_E, exp2, reciprocal
 from numbagpt.gpu.reduce import WARP_SIZE
 from numbagpt.gpu.vec import MAX_WIDTH, fetch, load, store, unpack, width
 from numbagpt.ops.arguments import check_room, check_sizes, check_vectors
@@ -56,8 +56,8 @@ SCALE = math.sqrt(2 / math.pi)
 CUBE = 0.044715
 
 # exp(-2u) = 2 ** (x (LINEAR + CUBIC x²)), and -2u' = SLOPE + CURVE x²
-LINEAR = np.float32(-2 * SCALE * math.log2(math.e))
-CUBIC = np.float32(-2 * SCALE * CUBE * math.log2(math.e))
+LINEAR = np.float32(-2 * SCALE * LOG2_E)
+CUBIC = np.float32(-2 * SCALE * CUBE * LOG2_E)
 SLOPE = np.float32(-2 * SCALE)
 CURVE = np.float32(-2 * SCALE * 3 * CUBE)
 # 2 ** 115 is 4e34: s is zero to float32's precision, and exp2 cannot overflow to infinity.

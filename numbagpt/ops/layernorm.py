@@ -2,8 +2,8 @@
 
 Forward, for each row x, with the means over its C channels:
 
-    mean = mean(x)      rstd = 1 / sqrt(mean((x - mean)²) + 1e-5)
-    norm = (x - mean) rstd        out = norm weight + bias
+    mean = mean(x)      rstd = 1 / sqrt(mean((x - mean)²) + EPSILON)
+    norm = (x - mean) * rstd        out = norm * weight + bias
 
 mean and rstd are kept for the backward pass, which needs norm again. The variance is the mean of
 the squared differences: the shorter mean(x²) - mean² subtracts two large numbers where |mean| is
@@ -33,11 +33,10 @@ from numbagpt.ops.layernorm_backward import (
 from numbagpt.ops.rows import (
     PRESET_CHANNELS,
     check_channels,
+    lane_array_size,
     lane_of_warp,
     load_row,
-    registers_of_row,
     store_row,
-    values_per_lane,
     vectors_per_lane,
 )
 
@@ -49,7 +48,7 @@ __all__ = [
     "layernorm_forward_reference",
 ]
 
-EPSILON = np.float32(1e-5)
+EPSILON = 1e-5  # GPT-2's
 
 # Warps of a block, one row each, and the registers that a multiprocessor has for all its threads.
 WARPS = 8
@@ -69,7 +68,7 @@ def layernorm_forward_reference(
     np.mean(inp, axis=-1, out=mean)
     np.subtract(inp, mean[..., None], out=out)
     variance = np.einsum("...c,...c->...", out, out) / C
-    np.divide(1, np.sqrt(variance + 1e-5), out=rstd)
+    np.divide(1, np.sqrt(variance + EPSILON), out=rstd)
     out *= rstd[..., None]
     out *= weight
     out += bias
@@ -79,26 +78,29 @@ def layernorm_forward_reference(
 def row_mean(x, arr, C):
     """Mean of a warp's row; arr: the array it comes from."""
     total = float32(0)
-    for i in range(registers_of_row(arr, C)):
+    for i in range(vectors_per_lane(arr, C) * width(arr)):
         total += x[i]
     return warp_sum(total) / float32(C)
 
 
 @device_function
-def row_rstd(x, m, arr, C):
-    """1 / sqrt(variance + EPSILON) of a warp's row, m being its mean."""
+def row_rstd(x, mean, arr, C):
+    """1 / sqrt(variance + EPSILON) of a warp's row; mean: its mean."""
     total = float32(0)
     for n in range(vectors_per_lane(arr, C)):
         if (n * WARP_SIZE + lane_of_warp()) * width(arr) < C:
             for k in range(width(arr)):
-                difference = x[n * width(arr) + k] - m
+                difference = x[n * width(arr) + k] - mean
                 total += difference * difference
-    return float32(1) / math.sqrt(warp_sum(total) / float32(C) + EPSILON)
+    return float32(1) / math.sqrt(warp_sum(total) / float32(C) + float32(EPSILON))
 
 
 @device_function
-def normalize_row(x, m, s, weight, bias, w, b, C):
-    """x = (x - m) s weight + bias for a warp's row; w, b: MAX_WIDTH registers each."""
+def normalize_row(x, mean, rstd, weight, bias, w, b, C):
+    """x = (x - mean) * rstd * weight + bias for a warp's row.
+
+    w, b: local arrays of MAX_WIDTH, to be overwritten, for a vector of weight and of bias
+    """
     for n in range(vectors_per_lane(weight, C)):
         c = (n * WARP_SIZE + lane_of_warp()) * width(weight)
         if c < C:
@@ -106,22 +108,26 @@ def normalize_row(x, m, s, weight, bias, w, b, C):
             load(b, bias, c)
             for k in range(width(weight)):
                 i = n * width(weight) + k
-                x[i] = (x[i] - m) * s * w[k] + b[k]
+                x[i] = (x[i] - mean) * rstd * w[k] + b[k]
 
 
 def resident_blocks(C: int) -> int:
-    """Blocks that a multiprocessor should hold: as many as the registers suffice for.
+    """Blocks that a multiprocessor should hold: as many as it has registers for, and at most 6.
 
-    A lane needs them for its part of a row, for as many weights on their way, and 12 more.
+    A lane needs registers for its part of the row, and 12 more for indices and sums. It also needs
+    as many as for its part of the row for weights: the compiler unrolls the loop of normalize_row,
+    and begins the loads of later vectors while it computes with the first.
+
+    6 blocks are 48 warps, the most that a multiprocessor of compute capability 8.6 or 8.9 holds.
     """
-    per_thread = 2 * values_per_lane(C) + 12
+    per_thread = 2 * lane_array_size(C) + 12
     return min(6, max(1, REGISTERS // (WARPS * WARP_SIZE * per_thread)))
 
 
 @functools.cache
 def forward_kernel(C: int) -> Kernel:
     """The forward kernel for rows of C channels."""
-    VALUES = values_per_lane(C)
+    VALUES = lane_array_size(C)
 
     @kernel(
         void(*[float32[::1]] * 6, int32),
@@ -130,25 +136,27 @@ def forward_kernel(C: int) -> Kernel:
         min_blocks=resident_blocks(C),
     )
     def layernorm_forward_kernel(out, mean, rstd, inp, weight, bias, N):
-        """out = (inp - mean) rstd weight + bias for each row, and its mean and rstd.
+        """out = (inp - mean) * rstd * weight + bias for each row, and its mean and rstd.
 
-        One warp per row, with all its loads under way before the first value is needed: at 768
-        channels 3 KB (float32) a warp, and 32 warps on a multiprocessor. Moves 8 N C bytes in
-        float32; weight and bias stay in the cache.
+        Grid: one warp per row, ceil(N / WARPS) blocks. All loads of a row are under way before its
+        first value is needed: at 768 channels 3 KB (float32) a warp, with 32 warps on a
+        multiprocessor. Moves 8 N C bytes in float32, 4 N C in bf16; weight and bias stay in the
+        cache.
         """
         x = cuda.local.array(VALUES, float32)
+        vector = cuda.local.array(MAX_WIDTH, float32)
         w = cuda.local.array(MAX_WIDTH, float32)
         b = cuda.local.array(MAX_WIDTH, float32)
         row = int64(cuda.blockIdx.x * WARPS + cuda.threadIdx.x // WARP_SIZE)
         if row < N:
-            load_row(x, w, inp, row * C, C)
-            m = row_mean(x, inp, C)
-            s = row_rstd(x, m, inp, C)
-            normalize_row(x, m, s, weight, bias, w, b, C)
-            store_row(out, row * C, x, w, C)
+            load_row(x, vector, inp, row * C, C)
+            mean_of_row = row_mean(x, inp, C)
+            rstd_of_row = row_rstd(x, mean_of_row, inp, C)
+            normalize_row(x, mean_of_row, rstd_of_row, weight, bias, w, b, C)
+            store_row(out, row * C, x, vector, C)
             if lane_of_warp() == 0:
-                mean[row] = m
-                rstd[row] = s
+                mean[row] = mean_of_row
+                rstd[row] = rstd_of_row
 
     layernorm_forward_kernel.__name__ += f"_{C}"
     return layernorm_forward_kernel
@@ -159,7 +167,7 @@ for channels in PRESET_CHANNELS:
 
 
 def layernorm_forward(out, mean, rstd, inp, weight, bias) -> None:
-    """out = (inp - mean) rstd weight + bias, with each row's mean and rstd.
+    """out = (inp - mean) * rstd * weight + bias, with each row's mean and rstd.
 
     out, inp      (…, C), float32 or bf16 bits; out may be inp
     mean, rstd    (…,) float32

@@ -1,9 +1,9 @@
 """Backward pass of the layer normalisation; layernorm.py has the forward pass and its names.
 
-For each row x of C channels, with norm = (x - mean(x)) rstd and dnorm = dout weight:
+For each row x of C channels, with norm = (x - mean(x)) * rstd and dnorm = dout * weight:
 
-    dinp    += rstd (dnorm - mean(dnorm) - norm mean(dnorm norm))
-    dweight += Σ over rows of dout norm
+    dinp    += rstd * (dnorm - mean(dnorm) - norm * mean(dnorm * norm))
+    dweight += Σ over rows of dout * norm
     dbias   += Σ over rows of dout
 
 The two means take from the gradient what a row cannot respond to: adding a constant to x or
@@ -41,7 +41,7 @@ VECTORS = 2
 ROWS = 2
 VALUES = ROWS * COLUMNS
 WORDS = 4 * VECTORS
-# What a team sums up over rows in a turn: dnorm, and dnorm norm, of each.
+# Sums that a team takes in a turn: of each of its rows the sum of dnorm and of dnorm * norm.
 SUMS = 2 * ROWS
 
 
@@ -118,12 +118,12 @@ def fetch_rows(words, arr, row, N, LANES, C):
 
 
 @device_function
-def fetch_statistics(m, s, mean, rstd, row, N, arr):
+def fetch_statistics(row_mean, row_rstd, mean, rstd, row, N, arr):
     """mean and rstd of the same rows of arr; beyond N those of the last, for rows of zeros."""
     for r in range(rows_of_turn(arr)):
         own = min(int32(row + r * cuda.gridDim.x), N - 1)
-        m[r] = mean[own]
-        s[r] = rstd[own]
+        row_mean[r] = mean[own]
+        row_rstd[r] = rstd[own]
 
 
 @device_function
@@ -162,8 +162,9 @@ def backward_kernel(C: int, accumulate: bool) -> Kernel:
         max_threads=TEAMS * LANES,
     )
     def layernorm_backward_kernel(dinp, partials, dout, inp, weight, mean, rstd, N, sums):
-        """dinp (+)= rstd (dnorm - mean(dnorm) - norm mean(dnorm norm)), and the block's share of
-        the column sums: partials[block] = Σ dout norm, Σ dout and, where sums is 3, Σ new dinp.
+        """dinp (+)= rstd * (dnorm - mean(dnorm) - norm * mean(dnorm * norm)), and the block's share
+        of the column sums: partials[block] = Σ dout * norm, Σ dout and, where sums is 3, Σ of
+        the new dinp.
 
         threadIdx.y is the team, one warp for every 256 channels; threadIdx.x is the lane in it. A
         lane has the same 8 columns of all the team's rows, with their weights and three sums in
@@ -178,10 +179,10 @@ def backward_kernel(C: int, accumulate: bool) -> Kernel:
         x_words = cuda.local.array(WORDS, int32)
         d_words = cuda.local.array(WORDS, int32)
         g_words = cuda.local.array(WORDS, int32)
-        m = cuda.local.array(ROWS, float32)
-        s = cuda.local.array(ROWS, float32)
-        next_m = cuda.local.array(ROWS, float32)
-        next_s = cuda.local.array(ROWS, float32)
+        row_mean = cuda.local.array(ROWS, float32)
+        row_rstd = cuda.local.array(ROWS, float32)
+        next_mean = cuda.local.array(ROWS, float32)
+        next_rstd = cuda.local.array(ROWS, float32)
         row_sums = cuda.local.array(SUMS, float32)
         w = cuda.local.array(COLUMNS, float32)
         dweight = cuda.local.array(COLUMNS, float32)
@@ -200,7 +201,7 @@ def backward_kernel(C: int, accumulate: bool) -> Kernel:
         fetch_rows(d_words, dout, row, N, LANES, C)
         if ACCUMULATE:
             fetch_rows(g_words, dinp, row, N, LANES, C)
-        fetch_statistics(next_m, next_s, mean, rstd, row, N, inp)
+        fetch_statistics(next_mean, next_rstd, mean, rstd, row, N, inp)
 
         for i in range(COLUMNS):
             w[i] = float32(0)
@@ -224,21 +225,21 @@ def backward_kernel(C: int, accumulate: bool) -> Kernel:
                 for i in range(VALUES):
                     g[i] = float32(0)
             for r in range(rows_of_turn(inp)):
-                m[r] = next_m[r]
-                s[r] = next_s[r]
+                row_mean[r] = next_mean[r]
+                row_rstd[r] = next_rstd[r]
             after = int32(row + turn_rows)
             fetch_rows(x_words, inp, after, N, LANES, C)
             fetch_rows(d_words, dout, after, N, LANES, C)
             if ACCUMULATE:
                 fetch_rows(g_words, dinp, after, N, LANES, C)
-            fetch_statistics(next_m, next_s, mean, rstd, after, N, inp)
+            fetch_statistics(next_mean, next_rstd, mean, rstd, after, N, inp)
 
             for k in range(SUMS):
                 row_sums[k] = float32(0)
             for r in range(rows_of_turn(inp)):
                 for i in range(COLUMNS):
                     j = r * COLUMNS + i
-                    x[j] = (x[j] - m[r]) * s[r]
+                    x[j] = (x[j] - row_mean[r]) * row_rstd[r]
                     dweight[i] += d[j] * x[j]
                     dbias[i] += d[j]
                     d[j] *= w[i]
@@ -270,7 +271,7 @@ def backward_kernel(C: int, accumulate: bool) -> Kernel:
                 mean_dnorm_norm = row_sums[2 * r + 1] / float32(C)
                 for k in range(width(inp)):
                     j = v * width(inp) + k
-                    part[k] = g[j] + s[r] * (d[j] - mean_dnorm - x[j] * mean_dnorm_norm)
+                    part[k] = g[j] + row_rstd[r] * (d[j] - mean_dnorm - x[j] * mean_dnorm_norm)
                 if own < N and c < C:
                     for k in range(width(inp)):
                         dresidual[n * width(inp) + k] += part[k]

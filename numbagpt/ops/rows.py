@@ -1,14 +1,16 @@
 """A row of channels in the registers of a warp.
 
-A row of C values is cut into vectors of 16 bytes. Of these, lane l holds the numbers l, l + 32,
-l + 64, … in a local array:
+A row of C values is cut into vectors of 16 bytes, `width` values each. A lane holds vectors lane,
+lane + 32, lane + 64, … in a local array:
 
-    x[n width + k]  is value  (32 n + l) width + k  of the row
+    x[n * width + k]  is value  (32 * n + lane) * width + k  of the row
 
-So the lanes' n-th loads together are one run of memory, and a row is read once, however often its
-values are used. Registers have no addresses: how many vectors a lane holds must be known when the
-kernel is compiled. Kernels that hold rows are therefore made for a number of channels, by a
-function of C, when they are first asked for.
+So the lanes' n-th loads together are one run of memory. And a row is read once, however often its
+values are used.
+
+Registers have no addresses, so how many vectors a lane holds must be known when the kernel is
+compiled. Kernels that hold rows are therefore made for a number of channels, by a function of C,
+when they are first asked for.
 """
 
 from numba import cuda, float32
@@ -18,12 +20,12 @@ from numbagpt.gpu.kernel import ceil_div, device_function
 from numbagpt.gpu.reduce import WARP_SIZE
 from numbagpt.gpu.vec import MAX_WIDTH, load, store, width
 
-# The backward pass has 16 warps for a row of this size: 512 threads, whose 128 registers each are
-# all that a multiprocessor has, and column sums that fill 48 KB of shared memory. In the forward
-# pass a row of so many values takes 128 of the 255 registers that a lane may have.
+# The backward pass has 16 warps for a row of this size: 512 threads. With 128 registers each they
+# take all that a multiprocessor has, and their column sums fill 48 KB of shared memory. In the
+# forward pass a row of so many values takes 128 of the 255 registers that a lane may have.
 MAX_CHANNELS = 4096
-# The presets' sizes, nano's and GPT-2's. Their kernels are there from the start, for the offline
-# checks to find; they are compiled, as all are, when they are first launched.
+# The presets' sizes, nano's and GPT-2's. Their kernels are made on import, so that the offline
+# checks find them. They are compiled, as all are, when they are first launched.
 PRESET_CHANNELS = (128, 768, 1024, 1280, 1600)
 
 
@@ -36,8 +38,8 @@ def check_channels(C: int) -> None:
         )
 
 
-def values_per_lane(C: int) -> int:
-    """Size of the local array for a row of C values, enough for either storage type."""
+def lane_array_size(C: int) -> int:
+    """Size of a lane's local array for a row of C values, enough for either storage type."""
     return ceil_div(C, WARP_SIZE * MAX_WIDTH) * MAX_WIDTH
 
 
@@ -53,37 +55,34 @@ def lane_of_warp():
 
 @device_function
 def vectors_per_lane(arr, C):
-    """Vectors of each lane, a constant of the kernel; the last may lie beyond the row."""
+    """Vectors that a lane holds of a row, a constant of the kernel; the last may lie beyond it."""
     step = WARP_SIZE * width(arr)
     return (C + step - 1) // step
 
 
 @device_function
-def registers_of_row(arr, C):
-    """Values of each lane, as many as its vectors hold."""
-    return vectors_per_lane(arr, C) * width(arr)
+def load_row(x, vector, arr, start, C):
+    """x = this lane's values of arr[start : start + C], zeros beyond.
 
-
-@device_function
-def load_row(x, part, arr, start, C):
-    """x = this lane's values of arr[start : start + C], zeros beyond; part: MAX_WIDTH registers."""
+    vector: a local array of MAX_WIDTH, to be overwritten, through which each vector passes.
+    """
     for n in range(vectors_per_lane(arr, C)):
         c = (n * WARP_SIZE + lane_of_warp()) * width(arr)
         if c < C:
-            load(part, arr, start + c)
+            load(vector, arr, start + c)
             for k in range(width(arr)):
-                x[n * width(arr) + k] = part[k]
+                x[n * width(arr) + k] = vector[k]
         else:
             for k in range(width(arr)):
                 x[n * width(arr) + k] = float32(0)
 
 
 @device_function
-def store_row(arr, start, x, part, C):
-    """arr[start : start + C] = the lanes' values x; part: MAX_WIDTH registers."""
+def store_row(arr, start, x, vector, C):
+    """arr[start : start + C] = the lanes' values x; vector as for load_row."""
     for n in range(vectors_per_lane(arr, C)):
         c = (n * WARP_SIZE + lane_of_warp()) * width(arr)
         if c < C:
             for k in range(width(arr)):
-                part[k] = x[n * width(arr) + k]
-            store(arr, start + c, part)
+                vector[k] = x[n * width(arr) + k]
+            store(arr, start + c, vector)
