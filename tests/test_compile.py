@@ -57,6 +57,7 @@ def test_every_operation_is_there():
         "permute",
         "residual",
         "softmax",
+        "transpose",
     }
 
 
