@@ -21,6 +21,7 @@ from shard_files import read_shard
 
 from numbagpt import data, documents, tinyshakespeare
 from numbagpt.cli import run_program
+from numbagpt.files import locked
 from numbagpt.loader import find_shards
 from numbagpt.tokenizer import decode, encode
 
@@ -269,6 +270,19 @@ def test_an_output_folder_that_is_a_file(corpus, tmp_path, capsys):
     message = refuse(tmp_path, capsys, file, "--output_dir", file)
     assert message == (
         f"error: cannot write to folder {file}: a file of that name exists; name another folder\n"
+    )
+
+
+def test_an_output_folder_that_another_program_writes_to(corpus, tmp_path, capsys):
+    out = tmp_path / "out"
+    flags = ("--output_dir", out, "--overwrite")
+    make(corpus[0], *flags)
+    capsys.readouterr()
+    with locked(out):
+        message = refuse(tmp_path, capsys, corpus[0] / "c.jsonl", "--name", "corpus", *flags)
+    assert message == (
+        f"error: another program writes to folder {out}; expected one at a time; wait for its end "
+        "or name another folder\n"
     )
 
 
