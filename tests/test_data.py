@@ -232,6 +232,8 @@ BAD_INPUTS = {
     "key.jsonl": (b'{"body": "x"}\n', "key.jsonl, line 1: no field 'text'"),
     "latin.txt": (b"caf\xe9 au lait", "latin.txt is not UTF-8 at byte 3;"),
     "cut.txt.gz": (gzip.compress(b"text" * 99)[:-9], "cut.txt.gz is not a whole gzip file"),
+    "packed": (gzip.compress(b"text"), "packed is gzipped; expected a name that says so"),
+    "shard.txt": (b"\x88\xd84\x01", "shard.txt is a shard of tokens (for train.py's --input_bin);"),
     "empty.txt": (b"", "there is no text in the input"),
     "empty.jsonl": (b'{"text": ""}\n\n', "there is no text in the input"),
     "one.jsonl": (b'{"text": "x"}\n', "every document would be for validation"),
