@@ -36,6 +36,7 @@ _FIXES = {
     **dict.fromkeys((errno.EACCES, errno.EPERM), "; check the permissions"),
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "; make room or name another folder"),
     errno.EROFS: "; name another folder",
+    errno.ENAMETOOLONG: "; choose a shorter one",
 }
 
 # What atomic_write leaves of a model's files when its process is killed.

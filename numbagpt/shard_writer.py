@@ -16,6 +16,7 @@ from numbagpt.files import explained, locked, output_folder
 from numbagpt.shards import TOKEN, write_header
 
 MAX_SHARDS = 10**6  # their number has six digits
+MAX_NAME_BYTES = 255  # of a file, on nearly every file system
 
 _SHARD = r"_(train|val)_\d{6}\.bin"  # after the name of a data set
 _HIDDEN = re.compile(r"\.(?P<name>.+)\.[a-z0-9_]{8}\.tmp")  # as tempfile makes it
@@ -98,10 +99,16 @@ def open_shards(
     raises or the shards cannot take their places, KeyboardInterrupt included, everything is as it
     was. What earlier programs that were killed left of theirs is removed.
 
-    Raises UserError if shards of that name exist, something else has the name of one, the folder
-    cannot be written or another program writes there, the disk is full. What the block raises stays
-    what it is.
+    Raises UserError if the name is too long, shards of that name exist, something else has the name
+    of one, the folder cannot be written or another program writes there, the disk is full. What the
+    block raises stays what it is.
     """
+    size = len(os.fsencode(f"{name}_train_000000.bin"))
+    if size > MAX_NAME_BYTES:
+        raise UserError(
+            f"the name of a shard would have {size} bytes; expected at most {MAX_NAME_BYTES}; "
+            "choose a shorter one with --name"
+        )
     cannot_write = f"cannot write to folder {folder}"
     with output_folder(folder), locked(folder) as alone:
         with explained(cannot_write):

@@ -1,6 +1,7 @@
 """`python -m numbagpt.data`: exact shards from small inputs, and one clear line for bad ones."""
 
 import contextlib
+import errno
 import gzip
 import hashlib
 import io
@@ -303,6 +304,30 @@ def test_shards_that_exist_are_replaced_only_when_asked(corpus, tmp_path, monkey
     assert split_of(tmp_path / "out", "val", "corpus") == tokens_of(corpus[1][2], corpus[1][12])
 
 
+@pytest.mark.parametrize("letter", ["n", "é"])
+def test_a_name_too_long_for_a_file(corpus, tmp_path, capsys, letter):
+    most = 255 - len("_train_000000.bin")
+    name = (letter * most)[: most // len(letter.encode())]
+    make(corpus[0], "--output_dir", tmp_path / "out", "--name", name)
+    capsys.readouterr()
+    (tmp_path / f"{name}n.txt").write_text("text\n" * 100)
+    flags = ("--output_dir", tmp_path / "new")
+    size = 18 + len(name.encode())
+    for arguments in ([tmp_path / f"{name}n.txt"], [corpus[0], "--name", f"{name}n"]):
+        message = refuse(tmp_path, capsys, *arguments, *flags)
+        assert message == (
+            f"error: the name of a shard would have {size} bytes; expected at most 255; choose a "
+            "shorter one with --name\n"
+        )
+
+
+def test_an_output_folder_whose_name_is_too_long(corpus, tmp_path, capsys):
+    out = tmp_path / ("n" * 256)
+    assert refuse(tmp_path, capsys, corpus[0], "--output_dir", out) == (
+        f"error: cannot write to folder {out}: File name too long; choose a shorter one\n"
+    )
+
+
 def test_an_input_without_a_name_to_take_is_called_data(tmp_path):
     (tmp_path / "..txt").write_text("text\n" * 100)
     make(tmp_path / "..txt", "--output_dir", tmp_path / "out")
@@ -503,6 +528,19 @@ def test_without_a_network_it_says_what_to_do(network, tmp_path, monkeypatch, ca
     message = refuse(tmp_path, capsys, "tinyshakespeare", "--output_dir", "out")
     assert f"cannot download {tinyshakespeare.URL} ({getattr(error, 'reason', error)});" in message
     assert f"save it as {tmp_path}/cache/tinyshakespeare.txt and run this again" in message
+
+
+def test_a_cache_on_a_full_disk_is_named(network, tmp_path, monkeypatch, capsys):
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    (tmp_path / "cache").mkdir()
+    monkeypatch.setattr(os, "fsync", full)
+    message = refuse(tmp_path, capsys, "tinyshakespeare", "--output_dir", "out")
+    assert message == (
+        f"error: cannot write {tmp_path}/cache/tinyshakespeare.txt: No space left on device; make "
+        "room or name another folder; NUMBAGPT_CACHE names the cache's folder\n"
+    )
 
 
 @pytest.mark.parametrize("content", [b"", b"<html>", b"To be,\r\n"])
