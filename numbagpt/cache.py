@@ -1,6 +1,8 @@
 """Where numbagpt keeps what it can make again: compiled kernels, the default corpus."""
 
+import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from numbagpt.errors import UserError
@@ -35,3 +37,12 @@ def cache_dir() -> Path:
             "can be written to; set NUMBAGPT_CACHE to one"
         ) from error
     return folder
+
+
+@contextlib.contextmanager
+def writing() -> Iterator[None]:
+    """Inside the block, which writes to the cache, a UserError also says how to name its folder."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{error}; NUMBAGPT_CACHE names the cache's folder") from error

@@ -3,9 +3,11 @@
 import argparse
 import contextlib
 import errno
+import math
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
 from importlib import import_module
 from typing import TYPE_CHECKING, NoReturn, TextIO, TypeVar
@@ -24,6 +26,7 @@ DEFAULT_OUTPUT_DIR = "out"
 STOP_SIGNALS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
 if hasattr(signal, "SIGHUP"):
     STOP_SIGNALS[signal.SIGHUP] = "hung up"
+CLEAN_UP_SECONDS = 3.0  # for which a program that was stopped may clean up undisturbed
 LARGEST_INT = 10**38  # of a flag: its products still fit a float
 # What is answered to a write where no more can be written; the rest speaks for itself.
 CANNOT_WRITE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF, errno.ECONNRESET}
@@ -252,8 +255,24 @@ class Terminated(KeyboardInterrupt):
         self.number = number
 
 
-def _raise(number: int, _: object) -> NoReturn:
-    raise KeyboardInterrupt if number == signal.SIGINT else Terminated(number)
+def _raise_once() -> Callable[[int, object], None]:
+    """A handler that raises KeyboardInterrupt, or Terminated, and lets the program clean up.
+
+    Who presses Ctrl-C twice means it once: what comes within CLEAN_UP_SECONDS of a signal that was
+    raised is ignored, or it would leave what is half removed. After that, one is raised again: the
+    clean-up may hang, or the first have come where Python lets nothing be raised, as in a
+    destructor.
+    """
+    deaf_until = -math.inf
+
+    def handler(number: int, _: object) -> None:
+        nonlocal deaf_until
+        now = time.monotonic()
+        if now >= deaf_until:
+            deaf_until = now + CLEAN_UP_SECONDS
+            raise KeyboardInterrupt if number == signal.SIGINT else Terminated(number)
+
+    return handler
 
 
 def _end(number: int, _: object) -> NoReturn:
@@ -301,7 +320,7 @@ def run_program(program: Callable[[], int]) -> int:
         # A pipe gets each line as it comes, a console a question mark for a character it lacks.
         sys.stdout.reconfigure(line_buffering=True, errors="replace")
     before = _stop_handlers()
-    _on_stop(_raise)
+    _on_stop(_raise_once())
     try:
         return program()
     except UserError as error:

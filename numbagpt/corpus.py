@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from numbagpt.cache import cache_dir
+from numbagpt import cache
 from numbagpt.errors import UserError
 from numbagpt.shards import count_tokens, write_shard
 from numbagpt.tokenizer import END_OF_TEXT, encode_array
@@ -58,7 +58,7 @@ def default_corpus() -> tuple[Path, Path]:
     # Another interpreter, or another version of this file, makes another corpus.
     recipe = f"{sys.version} {library}".encode() + Path(__file__).read_bytes()
     key = f"{platform.python_version()}-{hashlib.sha256(recipe).hexdigest()[:12]}"
-    folder = cache_dir() / "corpus" / key
+    folder = cache.cache_dir() / "corpus" / key
     paths = folder / "train.bin", folder / "val.bin"
     try:
         for path in paths:
@@ -187,5 +187,6 @@ def _make(library: Path, train_path: Path, val_path: Path) -> None:
     tokens = [np.append(np.uint16(END_OF_TEXT), encode_array(text)) for _, text in documents]
     train = [ids for i, ids in enumerate(tokens) if i % VAL_EVERY]
     # Two programs that do this at once write the same bytes, and each file appears whole.
-    write_shard(train_path, np.concatenate(train))
-    write_shard(val_path, np.concatenate(tokens[::VAL_EVERY]))
+    with cache.writing():
+        write_shard(train_path, np.concatenate(train))
+        write_shard(val_path, np.concatenate(tokens[::VAL_EVERY]))

@@ -20,10 +20,12 @@ from typing import BinaryIO, NamedTuple
 
 from numbagpt.errors import UserError
 from numbagpt.files import explained, file_size, shell_path
+from numbagpt.magics import GZIP, kind_of_file
 
 BLOCK_BYTES = 2**18
 # With no white space for so long, a text is cut anywhere: memory stays bounded.
 MAX_HELD = 2**24
+START_BYTES = 64  # enough to tell what kind of file it is
 
 # Of file names, in small letters; all may be followed by .gz.
 _TEXT, _JSON = (".txt",), (".jsonl", ".ndjson", ".json")
@@ -242,6 +244,16 @@ def _expected_json(line: str) -> str:
 
 
 def _not_utf8(path: Path, byte: int) -> UserError:
+    with _open(path) as (_, stream):
+        start = stream.read(START_BYTES)
+    kind = kind_of_file(start)
+    if start.startswith(GZIP) and not _is_gzip(path):
+        return UserError(
+            f"{path} is gzipped; expected a name that says so and what is in it; rename it to end "
+            "in .txt.gz or .jsonl.gz"
+        )
+    if kind and kind != "text":
+        return UserError(f"{path} is {kind}; expected UTF-8 text; give files with text")
     return UserError(
         f"{path} is not UTF-8 at byte {byte:,}; expected UTF-8 text; "
         f"convert it with: iconv -f ENCODING -t UTF-8 {shell_path(path)}"

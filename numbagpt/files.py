@@ -36,6 +36,7 @@ _FIXES = {
     **dict.fromkeys((errno.EACCES, errno.EPERM), "; check the permissions"),
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "; make room or name another folder"),
     errno.EROFS: "; name another folder",
+    errno.ENAMETOOLONG: "; choose a shorter one",
 }
 
 # What atomic_write leaves of a model's files when its process is killed.
@@ -140,8 +141,8 @@ def output_folder(path: str | os.PathLike) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def locked(folder: str | os.PathLike) -> Iterator[None]:
-    """Keep a folder, which exists, to this program for the block.
+def locked(folder: str | os.PathLike) -> Iterator[bool]:
+    """Keep a folder, which exists, to this program for the block; yields whether it is locked.
 
     What an earlier program that held it was killed while writing, part of a model, is removed.
 
@@ -152,6 +153,7 @@ def locked(folder: str | os.PathLike) -> Iterator[None]:
     Raises UserError if somebody else holds it.
     """
     with contextlib.ExitStack() as stack:
+        held = False
         with contextlib.suppress(ImportError, OSError):
             import fcntl
 
@@ -164,10 +166,11 @@ def locked(folder: str | os.PathLike) -> Iterator[None]:
                     f"another program writes to folder {folder}; expected one at a time; wait for "
                     "its end or name another folder"
                 ) from error
+            held = True
             for path in Path(folder).iterdir():
                 if _LEFTOVER.fullmatch(path.name):
                     path.unlink()
-        yield
+        yield held
 
 
 @contextlib.contextmanager

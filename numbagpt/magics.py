@@ -16,7 +16,13 @@ FILE_OF_MAGIC = {
     20240803: "a Llama 3 model or its debug state",
 }
 GZIP = b"\x1f\x8b\x08"
-ZIP = b"PK\x03\x04"
+FILE_OF_SIGNATURE = {
+    GZIP: "gzipped (gunzip unpacks it)",
+    b"PK\x03\x04": "a zip archive, such as torch.save writes",
+    b"\x93NUMPY": "a NumPy array (numpy.load reads it)",
+    b"PAR1": "a Parquet table",
+}
+MAX_SAFETENSORS_HEADER = 10**8  # bytes, by the format's definition
 
 
 def kind_of_file(start: bytes) -> str | None:
@@ -26,10 +32,13 @@ def kind_of_file(start: bytes) -> str | None:
         return FILE_OF_MAGIC[magic]
     if magic == int.from_bytes(MODEL_MAGIC.to_bytes(4, "big"), "little"):
         return "a model written on a big-endian machine"
-    if start.startswith(GZIP):
-        return "gzipped (gunzip unpacks it)"
-    if start.startswith(ZIP):
-        return "a zip archive, such as torch.save writes"
+    for signature, kind in FILE_OF_SIGNATURE.items():
+        if start.startswith(signature):
+            return kind
+    # The length of a header, 8 bytes, and that header, a JSON object.
+    length = int.from_bytes(start[:8], "little")
+    if start[8:10] == b'{"' and length <= MAX_SAFETENSORS_HEADER:
+        return "weights in safetensors (train.py's --model takes the folder they are in)"
     return "text" if _is_text(start) else None
 
 

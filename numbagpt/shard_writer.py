@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,10 +12,14 @@ from typing import BinaryIO
 import numpy as np
 
 from numbagpt.errors import UserError
-from numbagpt.files import explained, output_folder
+from numbagpt.files import explained, locked, output_folder
 from numbagpt.shards import TOKEN, write_header
 
 MAX_SHARDS = 10**6  # their number has six digits
+MAX_NAME_BYTES = 255  # of a file, on nearly every file system
+
+_SHARD = r"_(train|val)_\d{6}\.bin"  # after the name of a data set
+_HIDDEN = re.compile(r"\.(?P<name>.+)\.[a-z0-9_]{8}\.tmp")  # as tempfile makes it
 
 
 class ShardWriter:
@@ -92,14 +97,23 @@ def open_shards(
 
     The shards grow in a hidden folder inside `folder`, which is made if it is missing. If the block
     raises or the shards cannot take their places, KeyboardInterrupt included, everything is as it
-    was.
+    was. What earlier programs that were killed left of theirs is removed.
 
-    Raises UserError if shards of that name exist, something else has the name of one, the folder
-    cannot be written, the disk is full. What the block raises stays what it is.
+    Raises UserError if the name is too long, shards of that name exist, something else has the name
+    of one, the folder cannot be written or another program writes there, the disk is full. What the
+    block raises stays what it is.
     """
+    size = len(os.fsencode(f"{name}_train_000000.bin"))
+    if size > MAX_NAME_BYTES:
+        raise UserError(
+            f"the name of a shard would have {size} bytes; expected at most {MAX_NAME_BYTES}; "
+            "choose a shorter one with --name"
+        )
     cannot_write = f"cannot write to folder {folder}"
-    with output_folder(folder):
+    with output_folder(folder), locked(folder) as alone:
         with explained(cannot_write):
+            if alone:
+                _remove_leftovers(folder)
             _find_old(name, folder, overwrite)
             temporary = tempfile.TemporaryDirectory(".tmp", f".{name}.", folder)
         with temporary as hidden:
@@ -110,9 +124,24 @@ def open_shards(
             finally:
                 writer.close()
             with explained(cannot_write):
-                # Once more: another run may have written the same name in the meantime.
+                # Once more: another program may have written the same name in the meantime, where
+                # there are no locks.
                 old = _find_old(name, folder, overwrite)
                 _replace(old, Path(hidden), folder)
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """Remove the hidden folders of other programs, which are known to have ended.
+
+    One with the old shards of a run that was killed while it replaced them stays: they may be all
+    that is left of that data.
+    """
+    for path in folder.iterdir():
+        found = _HIDDEN.fullmatch(path.name)
+        if found and path.is_dir() and not path.is_symlink():
+            shard = re.compile(re.escape(found["name"]) + _SHARD)
+            if all(shard.fullmatch(file.name) for file in path.iterdir()):
+                shutil.rmtree(path)
 
 
 def _find_old(name: str, folder: Path, overwrite: bool) -> list[Path]:
@@ -120,7 +149,7 @@ def _find_old(name: str, folder: Path, overwrite: bool) -> list[Path]:
 
     Raises UserError if there are some and they are to stay, or one is not a file.
     """
-    ours = re.compile(re.escape(name) + r"_(train|val)_\d{6}\.bin")
+    ours = re.compile(re.escape(name) + _SHARD)
     old = sorted(path for path in folder.iterdir() if ours.fullmatch(path.name))
     if old and not overwrite:
         raise UserError(

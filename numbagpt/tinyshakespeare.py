@@ -12,7 +12,7 @@ import urllib.request
 
 import numpy as np
 
-from numbagpt.cache import cache_dir
+from numbagpt import cache
 from numbagpt.errors import UserError
 from numbagpt.files import atomic_write, exists, read_bytes
 from numbagpt.tokenizer import END_OF_TEXT, encode_array
@@ -31,7 +31,7 @@ def load_text() -> str:
     Raises UserError if it can be had from neither, is not the text we know, or the cache cannot be
     read or written.
     """
-    path = cache_dir() / f"{NAME}.txt"
+    path = cache.cache_dir() / f"{NAME}.txt"
     expected = f"{NUM_BYTES:,} bytes with sha256 {SHA256}"
     by_hand = f"download it by hand, save it as {path} and run this again"
     if exists(path):
@@ -48,7 +48,7 @@ def load_text() -> str:
         raise UserError(f"cannot download {URL} ({reason}); {by_hand}") from error
     if not _is_it(data):
         raise UserError(f"{URL} did not give the {expected}; {by_hand}")
-    with atomic_write(path) as file:
+    with cache.writing(), atomic_write(path) as file:
         file.write(data)
     return data.decode()
 

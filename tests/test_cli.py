@@ -61,9 +61,9 @@ def test_sigterm_while_a_program_loads_is_answered_in_one_line(program, tmp_path
     assert while_it_loads(program, "SIGTERM", tmp_path) == (143, "", "terminated\n")
 
 
-# The signal comes when the first shard has begun.
+# The first signal comes when the first shard has begun, the second when it is about to be removed.
 TERMINATED_DATA = """
-import os, signal, sys
+import os, signal, sys, tempfile
 from numbagpt import cli, data
 
 def write_files(files, writer, args):
@@ -71,12 +71,17 @@ def write_files(files, writer, args):
     print(*os.listdir("out"))
     os.kill(os.getpid(), signal.SIGTERM)
 
+def cleanup(folder, remove=tempfile.TemporaryDirectory.cleanup):
+    os.kill(os.getpid(), signal.SIGINT)
+    remove(folder)
+
 data.write_files = write_files
+tempfile.TemporaryDirectory.cleanup = cleanup
 sys.exit(cli.run_program(lambda: data.main(["a.txt", "--output_dir", "out"])))
 """
 
 
-def test_sigterm_leaves_no_litter(tmp_path):
+def test_a_signal_and_one_more_leave_no_litter(tmp_path):
     (tmp_path / "a.txt").write_text("one two three")
     ended = subprocess.run(
         [sys.executable, "-c", TERMINATED_DATA],
@@ -112,6 +117,41 @@ def test_the_first_ctrl_c_asks_for_a_stop_and_the_second_stops(capfd):
         with pytest.raises(KeyboardInterrupt):
             ctrl_c()
     assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.parametrize("second", cli.STOP_SIGNALS)
+def test_a_second_signal_does_not_disturb_the_clean_up(second, monkeypatch, capfd):
+    seconds = [100.0]
+    monkeypatch.setattr(cli.time, "monotonic", lambda: seconds[0])
+    done = []
+
+    def program():
+        try:
+            ctrl_c()
+        finally:
+            seconds[0] += cli.CLEAN_UP_SECONDS - 0.1
+            os.kill(os.getpid(), second)
+            done.append("cleaned up")
+
+    assert cli.run_program(program) == 130
+    assert done == ["cleaned up"]
+    assert capfd.readouterr() == ("", "interrupted\n")
+
+
+def test_a_signal_that_was_lost_can_be_sent_again(monkeypatch, capfd):
+    seconds = [100.0]
+    monkeypatch.setattr(cli.time, "monotonic", lambda: seconds[0])
+
+    def program():
+        with pytest.raises(KeyboardInterrupt):
+            ctrl_c()
+        ctrl_c()
+        seconds[0] += cli.CLEAN_UP_SECONDS
+        os.kill(os.getpid(), signal.SIGTERM)
+        pytest.fail("it was not answered")
+
+    assert cli.run_program(program) == 143
+    assert capfd.readouterr() == ("", "terminated\n")
 
 
 @pytest.mark.parametrize("number", cli.STOP_SIGNALS)

@@ -1,5 +1,6 @@
 """The default corpus: what it takes from a library, what it leaves out, and how it is kept."""
 
+import errno
 import os
 import sysconfig
 from concurrent.futures import ThreadPoolExecutor
@@ -250,3 +251,18 @@ def test_a_cache_that_cannot_be_written_is_named(cache):
     (cache / "corpus").write_bytes(b"")
     with pytest.raises(UserError, match=r"cannot make .*corpus.*NUMBAGPT_CACHE"):
         corpus.default_corpus()
+
+
+def test_a_cache_on_a_full_disk_is_named(small, monkeypatch):
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(UserError) as error:
+        corpus.default_corpus()
+    (folder,) = (small / "corpus").iterdir()
+    assert str(error.value) == (
+        f"cannot write {folder}/train.bin: No space left on device; make room or name another "
+        "folder; NUMBAGPT_CACHE names the cache's folder"
+    )
+    assert files(small) == {}

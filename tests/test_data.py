@@ -1,6 +1,7 @@
 """`python -m numbagpt.data`: exact shards from small inputs, and one clear line for bad ones."""
 
 import contextlib
+import errno
 import gzip
 import hashlib
 import io
@@ -21,6 +22,7 @@ from shard_files import read_shard
 
 from numbagpt import data, documents, tinyshakespeare
 from numbagpt.cli import run_program
+from numbagpt.files import locked
 from numbagpt.loader import find_shards
 from numbagpt.tokenizer import decode, encode
 
@@ -231,6 +233,8 @@ BAD_INPUTS = {
     "key.jsonl": (b'{"body": "x"}\n', "key.jsonl, line 1: no field 'text'"),
     "latin.txt": (b"caf\xe9 au lait", "latin.txt is not UTF-8 at byte 3;"),
     "cut.txt.gz": (gzip.compress(b"text" * 99)[:-9], "cut.txt.gz is not a whole gzip file"),
+    "packed": (gzip.compress(b"text"), "packed is gzipped; expected a name that says so"),
+    "shard.txt": (b"\x88\xd84\x01", "shard.txt is a shard of tokens (for train.py's --input_bin);"),
     "empty.txt": (b"", "there is no text in the input"),
     "empty.jsonl": (b'{"text": ""}\n\n', "there is no text in the input"),
     "one.jsonl": (b'{"text": "x"}\n', "every document would be for validation"),
@@ -272,6 +276,19 @@ def test_an_output_folder_that_is_a_file(corpus, tmp_path, capsys):
     )
 
 
+def test_an_output_folder_that_another_program_writes_to(corpus, tmp_path, capsys):
+    out = tmp_path / "out"
+    flags = ("--output_dir", out, "--overwrite")
+    make(corpus[0], *flags)
+    capsys.readouterr()
+    with locked(out):
+        message = refuse(tmp_path, capsys, corpus[0] / "c.jsonl", "--name", "corpus", *flags)
+    assert message == (
+        f"error: another program writes to folder {out}; expected one at a time; wait for its end "
+        "or name another folder\n"
+    )
+
+
 def test_more_validation_documents_than_there_are(corpus, tmp_path, capsys):
     flags = ("--output_dir", tmp_path / "out", "--val_documents", "27")
     assert "every document would be for" in refuse(tmp_path, capsys, corpus[0], *flags)
@@ -285,6 +302,30 @@ def test_shards_that_exist_are_replaced_only_when_asked(corpus, tmp_path, monkey
     assert "already has corpus_train_000000.bin" in refuse(tmp_path, capsys, corpus[0], *flags)
     make(corpus[0] / "c.jsonl", *flags, "--name", "corpus", "--overwrite")
     assert split_of(tmp_path / "out", "val", "corpus") == tokens_of(corpus[1][2], corpus[1][12])
+
+
+@pytest.mark.parametrize("letter", ["n", "é"])
+def test_a_name_too_long_for_a_file(corpus, tmp_path, capsys, letter):
+    most = 255 - len("_train_000000.bin")
+    name = (letter * most)[: most // len(letter.encode())]
+    make(corpus[0], "--output_dir", tmp_path / "out", "--name", name)
+    capsys.readouterr()
+    (tmp_path / f"{name}n.txt").write_text("text\n" * 100)
+    flags = ("--output_dir", tmp_path / "new")
+    size = 18 + len(name.encode())
+    for arguments in ([tmp_path / f"{name}n.txt"], [corpus[0], "--name", f"{name}n"]):
+        message = refuse(tmp_path, capsys, *arguments, *flags)
+        assert message == (
+            f"error: the name of a shard would have {size} bytes; expected at most 255; choose a "
+            "shorter one with --name\n"
+        )
+
+
+def test_an_output_folder_whose_name_is_too_long(corpus, tmp_path, capsys):
+    out = tmp_path / ("n" * 256)
+    assert refuse(tmp_path, capsys, corpus[0], "--output_dir", out) == (
+        f"error: cannot write to folder {out}: File name too long; choose a shorter one\n"
+    )
 
 
 def test_an_input_without_a_name_to_take_is_called_data(tmp_path):
@@ -487,6 +528,19 @@ def test_without_a_network_it_says_what_to_do(network, tmp_path, monkeypatch, ca
     message = refuse(tmp_path, capsys, "tinyshakespeare", "--output_dir", "out")
     assert f"cannot download {tinyshakespeare.URL} ({getattr(error, 'reason', error)});" in message
     assert f"save it as {tmp_path}/cache/tinyshakespeare.txt and run this again" in message
+
+
+def test_a_cache_on_a_full_disk_is_named(network, tmp_path, monkeypatch, capsys):
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    (tmp_path / "cache").mkdir()
+    monkeypatch.setattr(os, "fsync", full)
+    message = refuse(tmp_path, capsys, "tinyshakespeare", "--output_dir", "out")
+    assert message == (
+        f"error: cannot write {tmp_path}/cache/tinyshakespeare.txt: No space left on device; make "
+        "room or name another folder; NUMBAGPT_CACHE names the cache's folder\n"
+    )
 
 
 @pytest.mark.parametrize("content", [b"", b"<html>", b"To be,\r\n"])

@@ -6,6 +6,7 @@ import json
 import os
 import random
 import re
+import struct
 from pathlib import Path
 
 import numpy as np
@@ -192,6 +193,34 @@ def test_the_advice_for_other_encodings_can_be_pasted(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name, pasted in (("-x.txt", "./-x.txt"), ("two words.txt", "'two words.txt'")):
         assert refusal(write(Path(name), b"\xff")).endswith(f" -t UTF-8 {pasted}")
+
+
+BINARY = {
+    "gzip": (gzip.compress(b"text"), "is gzipped; expected a name that says so"),
+    "zip": (b"PK\x03\x04\x14\x00\xff", "is a zip archive, such as torch.save writes; expected"),
+    "shard": (struct.pack("<3i", 20240520, 1, 5), r"is a shard of tokens \(.*\); expected UTF-8"),
+    "model": (struct.pack("<3i", 20240326, 3, 64), r"is a model \(.*\); expected UTF-8 text; give"),
+    "safetensors": (struct.pack("<Q", 4312) + b'{"a": "', r"is weights in safetensors \(.*; expec"),
+}
+
+
+@pytest.mark.parametrize("kind", BINARY)
+@pytest.mark.parametrize("name", ["a", "a.txt", "a.jsonl", "a.txt.gz", "a.jsonl.gz"])
+def test_what_is_not_text_is_said_to_be_what_it_is(tmp_path, kind, name):
+    content, expected = BINARY[kind]
+    if kind == "gzip" and name.endswith(".gz"):
+        expected = r"is gzipped \(gunzip unpacks it\); expected UTF-8 text; give files with text"
+    path = write(tmp_path / name, content)
+    message = refusal(path)
+    assert re.match(re.escape(str(path)) + " " + expected, message)
+    assert "iconv" not in message
+
+
+def test_the_advice_for_a_gzipped_file_without_gz_works(tmp_path):
+    path = write(tmp_path / "a", gzip.compress(b"some text"))
+    assert refusal(path).endswith("; rename it to end in .txt.gz or .jsonl.gz")
+    path = path.rename(tmp_path / "a.txt.gz")
+    assert read(path) == ["some text"]
 
 
 @pytest.mark.parametrize(

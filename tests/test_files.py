@@ -177,7 +177,7 @@ def test_a_write_refused_half_way(tmp_path, limit_file_size):
         ("missing/a.bin", f"{os.strerror(errno.ENOENT)}; check the path"),
         ("file/a.bin", f"{os.strerror(errno.ENOTDIR)}; check the path"),
         ("folder", "it exists and is not a regular file; move it or name another"),
-        ("x" * 300, os.strerror(errno.ENAMETOOLONG)),
+        ("x" * 300, f"{os.strerror(errno.ENAMETOOLONG)}; choose a shorter one"),
     ],
 )
 def test_unwritable_targets(tmp_path, where, reason):

@@ -3,9 +3,13 @@
 import errno
 import itertools
 import os
+import signal
+import subprocess
+import sys
 
 import numpy as np
 import pytest
+from programs import ROOT
 from shard_files import read_shard
 
 from numbagpt import shard_writer
@@ -88,6 +92,106 @@ def test_shards_of_that_name_are_replaced_only_when_asked(tmp_path):
     assert read_shard(tmp_path / old[1]).tolist() == [10, 11, 12, 13, 14]
 
 
+def test_a_folder_takes_one_writer_at_a_time(tmp_path):
+    (tmp_path / "set_train_000000.bin").write_bytes(b"old")
+    with open_shards(tmp_path, "set", 10, overwrite=True) as writer:
+        writer.write("train", np.ones(25, np.uint16))
+        before = tree(tmp_path)
+        with (
+            pytest.raises(UserError, match=r"another program writes to folder .*; expected one at"),
+            open_shards(tmp_path, "set", 10, overwrite=True),
+        ):
+            pytest.fail("it must be refused before the work begins")
+        assert tree(tmp_path) == before
+    assert sorted(tree(tmp_path)) == [f"set_train_{i:06d}.bin" for i in range(3)]
+
+
+def without_locks(monkeypatch):
+    """As on some network file systems."""
+
+    def flock(descriptor, operation):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(pytest.importorskip("fcntl"), "flock", flock)
+
+
+# Is killed with two and a half shards written, or after so many moves that replace old ones.
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+import numpy as np
+from numbagpt.shard_writer import open_shards
+
+folder, name, moves = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+kill, move = lambda: os.kill(os.getpid(), signal.SIGKILL), os.rename
+
+def rename(source, target):
+    global moves
+    move(source, target)
+    moves -= 1
+    if moves == 0:
+        kill()
+
+os.rename = rename
+with open_shards(folder, name, 10, overwrite=True) as writer:
+    writer.write("train", np.zeros(25, np.uint16))
+    if moves == 0:
+        kill()
+"""
+
+
+def killed_while_writing(folder, name, moves=0):
+    """The hidden folder of a program that was killed."""
+    killed = subprocess.run(
+        [sys.executable, "-c", KILLED, folder, name, str(moves)],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        check=False,
+    )
+    assert killed.returncode == -signal.SIGKILL
+    (hidden,) = folder.glob(".*.tmp")
+    return hidden
+
+
+@pytest.mark.parametrize("name", ["set", "another", "it's [x].y"])
+def test_what_a_program_that_was_killed_left_is_removed(tmp_path, monkeypatch, name):
+    hidden = killed_while_writing(tmp_path, name)
+    assert len(list(hidden.iterdir())) == 3
+    with monkeypatch.context() as patch:
+        without_locks(patch)  # then it may be another program's that still runs
+        with open_shards(tmp_path, "first", 10) as writer:
+            writer.write("val", np.zeros(5, np.uint16))
+        assert len(list(hidden.iterdir())) == 3
+    with open_shards(tmp_path, "set", 10) as writer:
+        assert not hidden.exists()
+        writer.write("train", np.zeros(5, np.uint16))
+    assert sorted(tree(tmp_path)) == ["first_val_000000.bin", "set_train_000000.bin"]
+
+
+def test_the_old_shards_of_a_program_that_was_killed_stay(tmp_path):
+    with open_shards(tmp_path, "set", 10) as writer:
+        writer.write("train", np.zeros(25, np.uint16))
+    before = tree(tmp_path)
+    hidden = killed_while_writing(tmp_path, "set", moves=2)
+    with open_shards(tmp_path, "set", 10, overwrite=True) as writer:
+        writer.write("train", np.ones(5, np.uint16))
+    kept = {path.name: path.read_bytes() for path in (hidden / "old").iterdir()}
+    assert kept.items() < before.items()
+    assert len(kept) == 2
+
+
+def test_what_only_resembles_a_leftover_stays(tmp_path):
+    kept = [".set.notes.tmp", ".set.notes_v2.tmp", ".notes_v2.tmp", ".set.notes_v3.tmp"]
+    (tmp_path / "elsewhere").mkdir()
+    for name in kept[:3]:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "notes.txt").write_bytes(b"notes")
+    (tmp_path / kept[3]).symlink_to("elsewhere")
+    (tmp_path / ".set.notes_v4.tmp").write_bytes(b"notes")
+    before = tree(tmp_path)
+    with open_shards(tmp_path, "set", 10):
+        assert before.items() <= tree(tmp_path).items()
+
+
 def write_while_another_does(folder):
     with open_shards(folder, "set", 10) as slow:
         slow.write("train", np.zeros(5, np.uint16))
@@ -95,7 +199,8 @@ def write_while_another_does(folder):
             fast.write("val", np.ones(3, np.uint16))
 
 
-def test_shards_that_appear_meanwhile_stay(tmp_path):
+def test_shards_that_appear_meanwhile_stay(tmp_path, monkeypatch):
+    without_locks(monkeypatch)
     with pytest.raises(UserError, match=r"already has set_val_000000\.bin; .*--overwrite"):
         write_while_another_does(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["set_val_000000.bin"]

@@ -4,7 +4,7 @@ import json
 import warnings
 from pathlib import Path
 
-from numbagpt.cache import cache_dir
+from numbagpt import cache
 from numbagpt.errors import UserError
 from numbagpt.files import atomic_write
 
@@ -33,7 +33,7 @@ class Choices:
         try:
             path = self._path()
             path.parent.mkdir(exist_ok=True)
-            with atomic_write(path) as file:
+            with cache.writing(), atomic_write(path) as file:
                 file.write(json.dumps(self._known, indent=1, sort_keys=True).encode())
         except (OSError, UserError) as error:
             warnings.warn(
@@ -44,7 +44,7 @@ class Choices:
             )
 
     def _path(self) -> Path:
-        return cache_dir() / "choices" / self._name
+        return cache.cache_dir() / "choices" / self._name
 
     def _read(self) -> dict[str, str]:
         try:

@@ -1,5 +1,6 @@
 """Which algorithm a product runs on: chosen once by timing, then always the same."""
 
+import errno
 import json
 import os
 import subprocess
@@ -279,6 +280,19 @@ def test_a_cache_that_cannot_be_written(process, tmp_path):
             check()
         check()
         assert algorithms(lt)[-2:] == [1, 1]
+
+
+def test_a_choice_that_finds_the_disk_full(monkeypatch):
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    choices = Choices("x.json")
+    reason = r"cannot write .*x\.json: No space left on device; .*; NUMBAGPT_CACHE names the cache"
+    with pytest.warns(RuntimeWarning, match=rf"what was measured is not kept: {reason}"):
+        choices.put("a", b"\x01")
+    assert choices.get("a") == b"\x01"
+    assert Choices("x.json").get("a") is None
 
 
 def test_choices_of_two_processes_are_kept_both():
