@@ -152,10 +152,11 @@ def write(
 def check_vacant(folder: str | os.PathLike) -> None:
     """Raise UserError if there is a part of a model in the folder, whosever it is.
 
-    New weights beside an old config.json would look like a model, and be none.
+    New weights beside an old config.json would look like a model, and be none. A link of such a
+    name is a part too, wherever it leads.
     """
     for name in (CONFIG, WEIGHTS, INDEX):
-        if Path(folder, name).exists():
+        if os.path.lexists(Path(folder, name)):
             raise UserError(
                 f"{Path(folder, name)} is there already; expected a folder without a model; name "
                 "another, or remove the model that is there"

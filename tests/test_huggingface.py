@@ -1,6 +1,7 @@
 """numbagpt.huggingface: the layout against arrays laid out by hand, and against the libraries."""
 
 import json
+import os
 import struct
 from pathlib import Path
 
@@ -342,6 +343,18 @@ def test_a_folder_with_a_part_of_a_model_is_left_alone(tmp_path, name):
     )
     assert [entry.name for entry in tmp_path.iterdir()] == [name]
     assert (tmp_path / name).read_text() == '{"model_type": "bert"}'
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", INDEX])
+@pytest.mark.parametrize("target", ["disk/file", "/gone/file"])
+def test_a_folder_with_a_link_of_a_models_name_is_left_alone(tmp_path, name, target):
+    """Though there is nothing where it leads, which may be a disk that is away."""
+    (tmp_path / "disk").mkdir()
+    (tmp_path / name).symlink_to(target)
+    with pytest.raises(UserError, match=rf"^{tmp_path / name} is there already; expected a folder"):
+        write(tmp_path, CONFIG, ours(theirs()))
+    assert sorted(path.name for path in tmp_path.rglob("*")) == sorted(["disk", name])
+    assert os.readlink(tmp_path / name) == target
 
 
 @pytest.mark.parametrize("existed", [True, False])
