@@ -39,8 +39,9 @@ _FIXES = {
     errno.ENAMETOOLONG: "; choose a shorter one",
 }
 
-# What atomic_write leaves of a model's files when its process is killed.
-_LEFTOVER = re.compile(r"\.model.*\.[0-9a-f]{8}\.tmp")
+# What atomic_write leaves of a model's files when its process is killed: of nobody else's.
+_MODEL_FILES = r"model_\d{8,}\.bin|model\.safetensors|config\.json"
+_LEFTOVER = re.compile(rf"\.({_MODEL_FILES})\.[0-9a-f]{{8}}\.tmp")
 
 
 @contextlib.contextmanager

@@ -430,12 +430,22 @@ def test_a_folder_is_locked_for_one_at_a_time(tmp_path):
 
 
 def test_who_locks_a_folder_removes_what_was_left_of_models(tmp_path):
-    for name in ("model_00000001.bin", "model.safetensors", "a_train_000000.bin"):
+    models = ("model_00000001.bin", "model_100000000.bin", "model.safetensors", "config.json")
+    for name in (*models, "a_train_000000.bin"):
         killed_while_writing(tmp_path / name)
-    kept = ["model_00000001.bin", "notes.tmp", ".model.tmp"]
+    kept = [
+        *models,
+        "notes.tmp",
+        ".model.tmp",
+        ".model-notes.deadbeef.tmp",
+        ".model_last.bin.deadbeef.tmp",
+        ".model_00000001.bin.deadbee.tmp",
+        ".model_00000001xbin.deadbeef.tmp",
+        ".my.model.safetensors.deadbeef.tmp",
+    ]
     for name in kept:
         (tmp_path / name).touch()
-    assert len(names(tmp_path)) == 6
+    assert len(names(tmp_path)) == 5 + len(kept)
     with locked(tmp_path):
         # shards are written to folders that others may have locked
         (shard,) = set(names(tmp_path)) - set(kept)
