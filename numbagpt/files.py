@@ -257,9 +257,10 @@ def _target(path: str | os.PathLike) -> Path:
 
 def _probe(folder: str | os.PathLike) -> None:
     """Write a file to the folder, gone again at once; OSError if that cannot be done."""
-    with tempfile.NamedTemporaryFile(dir=folder, prefix=".writable-") as probe:
+    # unbuffered: what a full disk refuses would be tried again when the file is closed, before it
+    # is removed
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=".writable-", buffering=0) as probe:
         probe.write(b"\0")
-        probe.flush()
 
 
 def _sync(descriptor: int) -> None:

@@ -25,6 +25,7 @@ from numbagpt.files import (
     file_size,
     locked,
     no_empty_folders,
+    output_folder,
     read_bytes,
     read_floats,
     shell_path,
@@ -253,6 +254,15 @@ def test_check_writable_folder_sees_a_full_disk(tmp_path, limit_file_size):
     limit_file_size(0)
     with pytest.raises(UserError, match=os.strerror(errno.EFBIG)):
         check_writable_folder(tmp_path)
+    assert names(tmp_path) == []
+
+
+def test_a_full_disk_leaves_no_new_folder(tmp_path, limit_file_size):
+    folder = tmp_path / "a" / "b"
+    limit_file_size(0)
+    with pytest.raises(UserError) as error, output_folder(folder):
+        pytest.fail("the block must not run")
+    assert one_line(error) == f"cannot write to folder {folder}: {os.strerror(errno.EFBIG)}"
     assert names(tmp_path) == []
 
 
