@@ -79,8 +79,11 @@ def check_writable_folder(path: str | os.PathLike) -> None:
         try:
             Path(path).mkdir(parents=True, exist_ok=True)
         except FileExistsError as error:
+            there, reason = error.filename, "a file of that name exists"
+            if os.path.islink(there) and not os.path.exists(there):  # the folder's or one above
+                reason = f"{there} is a link to {os.readlink(there)}, which is not there"
             raise UserError(
-                f"cannot write to folder {path}: a file of that name exists; name another folder"
+                f"cannot write to folder {path}: {reason}; name another folder"
             ) from error
         _probe(path)
 

@@ -228,9 +228,17 @@ def test_check_writable_folder_makes_it_and_leaves_it_empty(tmp_path):
 
 def test_check_writable_folder_refusals(tmp_path, monkeypatch):
     (tmp_path / "file").write_bytes(b"")
+    (tmp_path / "to file").symlink_to("file")
+    link = tmp_path / "link"
+    link.symlink_to("/gone/folder")
+    file = "a file of that name exists; name another folder"
+    nowhere = f"{link} is a link to /gone/folder, which is not there; name another folder"
     for path, reason in [
-        (tmp_path / "file", "a file of that name exists; name another folder"),
+        (tmp_path / "file", file),
+        (tmp_path / "to file", file),
         (tmp_path / "file" / "below", f"{os.strerror(errno.ENOTDIR)}; check the path"),
+        (link, nowhere),
+        (link / "below", nowhere),
     ]:
         with pytest.raises(UserError) as error:
             check_writable_folder(path)
