@@ -40,6 +40,8 @@ from numbagpt.files import (
     atomic_write,
     check_room,
     check_writable_file,
+    exists,
+    explained,
     file_size,
     read_bytes,
     read_floats,
@@ -109,7 +111,7 @@ def locate_model(path: str | os.PathLike) -> Path:
     Raises UserError if a folder has none, or for a damaged one, naming the highest that is whole.
     """
     path = Path(path)
-    if not path.is_dir() or (path / huggingface.CONFIG).exists():
+    if not os.path.isdir(path) or exists(path / huggingface.CONFIG):
         return path
     last, *earlier = find_checkpoints(path)
     try:
@@ -160,7 +162,7 @@ def check_checkpoints(
     where the disk has no room for one.
     """
     config_path = Path(folder, huggingface.CONFIG)
-    if config_path.exists():
+    if exists(config_path):
         raise UserError(
             f"{config_path} makes its folder a Hugging Face model, which would be taken in place "
             "of the run's checkpoints; choose another folder with --output_dir"
@@ -205,7 +207,8 @@ def find_checkpoints(folder: str | os.PathLike) -> list[Path]:
 
 def _steps(folder: Path) -> dict[Path, int]:
     """What has the name of a checkpoint in a folder, and the step in its name."""
-    names = {path: CHECKPOINT_NAME.fullmatch(path.name) for path in folder.iterdir()}
+    with explained(f"cannot read folder {folder}"):
+        names = {path: CHECKPOINT_NAME.fullmatch(path.name) for path in folder.iterdir()}
     return {path: int(name[1]) for path, name in names.items() if name}
 
 
@@ -217,7 +220,7 @@ def export(source: str | os.PathLike, folder: str | os.PathLike) -> int:
     A folder of training checkpoints is refused: a config.json would hide them from `load_model`.
     """
     folder = Path(folder)
-    if folder.is_dir() and _steps(folder):
+    if os.path.isdir(folder) and _steps(folder):
         raise UserError(f"{folder} holds training checkpoints; export to another folder")
     huggingface.check_vacant(folder)  # before the model is read, which takes a while
     config, parameters = load_model(source)

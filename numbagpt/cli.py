@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from importlib import import_module
 from typing import TYPE_CHECKING, NoReturn, TextIO, TypeVar
 
-from numbagpt.errors import UserError
+from numbagpt.errors import UserError, refusal
 from numbagpt.modes import ATTENTIONS, PRECISIONS
 
 if TYPE_CHECKING:
@@ -340,7 +340,7 @@ def run_program(program: Callable[[], int]) -> int:
     except OSError as error:
         reason = error.strerror or error
         if error.filename is not None:
-            reason = f"cannot use {error.filename}: {reason}"
+            reason = f"cannot use {error.filename}: {refusal(error)}"
         elif error.errno in CANNOT_WRITE:
             _discard_output()
             reason = f"cannot write the output: {reason}"

@@ -1,4 +1,15 @@
-"""The exceptions a user is meant to see."""
+"""The exceptions a user is meant to see, and what is said of those of the operating system."""
+
+import errno
+
+# What a user can do about the system's refusals; the others are too rare or say it themselves.
+_FIXES = {
+    **dict.fromkeys((errno.ENOENT, errno.ENOTDIR), "; check the path"),
+    **dict.fromkeys((errno.EACCES, errno.EPERM), "; check the permissions"),
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "; make room or name another folder"),
+    errno.EROFS: "; name another folder",
+    errno.ENAMETOOLONG: "; choose a shorter one",
+}
 
 
 class UserError(Exception):
@@ -15,3 +26,8 @@ class OutOfMemory(UserError):
 
 class DataError(UserError):
     """The data cannot be read on. A run that meets it has weights that are worth keeping."""
+
+
+def refusal(error: OSError) -> str:
+    """The system's reason for not doing something with a file, and a remedy if there is one."""
+    return f"{error.strerror or error}{_FIXES.get(error.errno, '')}"

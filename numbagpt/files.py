@@ -21,7 +21,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from numbagpt.errors import UserError
+from numbagpt.errors import UserError, refusal
 
 # How each floating-point type lies in a file, low byte first. NumPy has no bfloat16: its 16 bits
 # are the upper half of a float32 and are read as an integer.
@@ -29,15 +29,6 @@ STORED_AS = {"float32": "<f4", "float16": "<f2", "bfloat16": "<u2"}
 
 # Network and FUSE file systems answer fsync with one of these; the write itself has succeeded.
 _NO_FSYNC = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS}
-
-# What a user can do about the system's refusals; the others are too rare or say it themselves.
-_FIXES = {
-    **dict.fromkeys((errno.ENOENT, errno.ENOTDIR), "; check the path"),
-    **dict.fromkeys((errno.EACCES, errno.EPERM), "; check the permissions"),
-    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "; make room or name another folder"),
-    errno.EROFS: "; name another folder",
-    errno.ENAMETOOLONG: "; choose a shorter one",
-}
 
 # What atomic_write leaves of a model's files when its process is killed: of nobody else's.
 _MODEL_FILES = r"model_\d{8,}\.bin|model\.safetensors|config\.json"
@@ -186,8 +177,7 @@ def explained(what: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        fix = _FIXES.get(error.errno, "")
-        raise UserError(f"{what}: {error.strerror or error}{fix}") from error
+        raise UserError(f"{what}: {refusal(error)}") from error
 
 
 def exists(path: str | os.PathLike) -> bool:

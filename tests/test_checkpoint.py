@@ -1,5 +1,6 @@
 """numbagpt.checkpoint: llm.c's .bin, byte for byte, and every way a file can be wrong."""
 
+import errno
 import json
 import os
 import re
@@ -9,6 +10,7 @@ import struct
 import subprocess
 import sys
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -489,3 +491,33 @@ def test_export_does_not_hide_training_checkpoints(tmp_path):
     with pytest.raises(UserError, match="holds training checkpoints; export to another folder"):
         export(checkpoint, tmp_path)
     assert list(tmp_path.iterdir()) == [checkpoint]
+
+
+FOLDER_READERS = {
+    "load": load_model,
+    "train": lambda folder: check_checkpoints(folder, CONFIG, 3),
+    "export": lambda folder: export("a.bin", folder),
+}
+
+
+@pytest.mark.parametrize("read", FOLDER_READERS.values(), ids=FOLDER_READERS)
+def test_a_folder_that_may_not_be_read(tmp_path, monkeypatch, read):
+    def refuse(folder):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
+
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    with pytest.raises(UserError) as error:
+        read(tmp_path)
+    assert str(error.value) == (
+        f"cannot read folder {tmp_path}: {os.strerror(errno.EACCES)}; check the permissions"
+    )
+
+
+@pytest.mark.parametrize("name", ["load", "train"])
+def test_a_folder_that_may_be_hugging_faces(tmp_path, name):
+    """Whether it has a config.json cannot be told: that is no reason to take it for a run's."""
+    config = tmp_path / "config.json"
+    config.symlink_to(config)
+    with pytest.raises(UserError) as error:
+        FOLDER_READERS[name](tmp_path)
+    assert str(error.value) == f"cannot read {config}: {os.strerror(errno.ELOOP)}"

@@ -219,6 +219,7 @@ def test_help_that_cannot_be_written(program):
         (OSError(errno.ENOMEM, "Cannot allocate memory"), "Cannot allocate memory"),
         (OSError("no errno"), "no errno"),
         (OSError(errno.EIO, "I/O error", "a.bin"), "cannot use a.bin: I/O error"),
+        (OSError(errno.EACCES, "No", "a.bin"), "cannot use a.bin: No; check the permissions"),
     ],
 )
 def test_the_output_is_blamed_for_what_a_write_can_answer(error, expected, monkeypatch, capsys):
