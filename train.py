@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from numbagpt import cli, metrics
-from numbagpt.config import PRESETS, VOCAB_SIZE
+from numbagpt.config import DEFAULT_MODEL, PRESETS, VOCAB_SIZE
 from numbagpt.errors import DataError, UserError
 from numbagpt.schedule import learning_rate_at
 
@@ -48,7 +48,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     flag("--input_val_bin", path, None, "shards to validate on (default: the corpus's, or none)")
     flag("--output_dir", path, cli.DEFAULT_OUTPUT_DIR, "where model_<step>.bin is written")
     parser.switch("--overwrite", "replace an earlier run's checkpoints of the same steps there")
-    flag("--model", path, "nano", f"{', '.join(PRESETS)} (random weights), a .bin or a folder")
+    presets = f"{', '.join(PRESETS)} (random weights)"
+    flag("--model", path, None, f"{presets}, a .bin or a folder (default: {DEFAULT_MODEL})")
     parser.section("batch")
     flag("--batch_size", count, None, "B (default: what makes 4096 tokens on a GPU, 512 elsewhere)")
     flag("--sequence_length", count, None, "T (default: 1024 on a GPU, 64 elsewhere, or less)")

@@ -102,6 +102,17 @@ def read_model(path: str | os.PathLike) -> tuple[GPT2Config, dict[str, np.ndarra
     return config, parameters
 
 
+def holds_model(path: str | os.PathLike) -> bool:
+    """Whether `path` is a model .bin, a folder of them or a Hugging Face folder, whole or not.
+
+    Raises UserError if that may not be read.
+    """
+    if os.path.isdir(path):
+        return exists(Path(path, huggingface.CONFIG)) or bool(_steps(Path(path)))
+    magic = MODEL_MAGIC.to_bytes(4, "little")
+    return os.path.isfile(path) and read_bytes(path, len(magic)) == magic
+
+
 def locate_model(path: str | os.PathLike) -> Path:
     """What `path` stands for: a .bin, or a Hugging Face folder.
 

@@ -55,6 +55,7 @@ def _depth(num_layers: int, num_heads: int, channels: int) -> GPT2Config:
     return GPT2Config(num_layers=num_layers, num_heads=num_heads, channels=channels)
 
 
+DEFAULT_MODEL = "nano"
 # d12 … d48 are llm.c's names; the gpt2 ones are Hugging Face's for the same shapes.
 PRESETS = {
     "nano": GPT2Config(max_seq_len=64, num_layers=3, num_heads=4, channels=128),

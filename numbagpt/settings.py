@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-from numbagpt.checkpoint import load_model, locate_model
-from numbagpt.config import PRESETS, GPT2Config
+from numbagpt.checkpoint import holds_model, load_model, locate_model
+from numbagpt.config import DEFAULT_MODEL, PRESETS, GPT2Config
 from numbagpt.corpus import default_corpus
 from numbagpt.errors import UserError
 from numbagpt.files import exists
@@ -26,21 +26,20 @@ MAX_WARMUP = 700
 
 
 def find_model(
-    model: str, seed: int, output_dir: str
+    model: str | None, seed: int, output_dir: str
 ) -> tuple[GPT2Config, Path | None, Callable[[], dict[str, np.ndarray]]]:
     """The model that --model names: its shape, where its weights lie, and what gives them.
 
+    model   None if there is no --model: the default, a preset
+
     The weights of a preset are random: they lie nowhere.
-    Raises UserError if there is no such model, or a preset's name stands for something here too.
+    Raises UserError if there is no such model, or a preset's name is that of a model here too.
     """
     if model in PRESETS:
-        # a run may well write to a folder that has its preset's name
-        if os.path.exists(model) and not os.path.samefile(model, output_dir):
-            raise UserError(
-                f"--model {model} is a preset, random weights, and there is a {model} here too; "
-                f"write ./{model} for what is here, or rename it"
-            )
-        return PRESETS[model], None, lambda: random_parameters(PRESETS[model], seed)
+        _check_name(model, output_dir)
+    preset = DEFAULT_MODEL if model is None else model
+    if preset in PRESETS:
+        return PRESETS[preset], None, lambda: random_parameters(PRESETS[preset], seed)
     if not exists(model):
         raise UserError(
             f"--model {model}: no such file or folder, and no preset; expected a model .bin, a "
@@ -49,6 +48,19 @@ def find_model(
     path = locate_model(model)
     config, parameters = load_model(path)
     return config, path, lambda: parameters
+
+
+def _check_name(preset: str, output_dir: str) -> None:
+    """Raise UserError if what was asked for by the name of a preset may be a model here."""
+    # a run may well write to a folder that has its preset's name
+    if not holds_model(preset) or os.path.samefile(preset, output_dir):
+        return
+    others = (name for name in PRESETS if name != preset and PRESETS[name] == PRESETS[preset])
+    other = next((f"--model {name}" for name in others), "no --model")  # only the default has none
+    raise UserError(
+        f"--model {preset} is a preset, random weights, and {preset} here is a model too; write "
+        f"--model ./{preset} for that one and {other} for the preset, or rename it"
+    )
 
 
 def fill_in_defaults(options: argparse.Namespace, config: GPT2Config, on_gpu: bool) -> None:
@@ -62,6 +74,7 @@ def fill_in_defaults(options: argparse.Namespace, config: GPT2Config, on_gpu: bo
         if getattr(options, name) is None:
             setattr(options, name, value)
 
+    default("model", DEFAULT_MODEL)
     default("sequence_length", min(config.max_seq_len, 1024 if on_gpu else 64))
     T = options.sequence_length
     if T > config.max_seq_len:
@@ -73,7 +86,7 @@ def fill_in_defaults(options: argparse.Namespace, config: GPT2Config, on_gpu: bo
     default("total_batch_size", options.batch_size * T)
     options.accumulation_steps = count_batches(options.total_batch_size, options.batch_size, T)
     default("num_iterations", 1000 if on_gpu else 100)
-    default("learning_rate", 2e-3 if options.model == "nano" else 3e-4)
+    default("learning_rate", 2e-3 if options.model == DEFAULT_MODEL else 3e-4)
     default("warmup_iters", min(options.num_iterations // 5, MAX_WARMUP))
     if options.input_bin is None:
         options.input_bin, corpus_val_bin = map(str, default_corpus())

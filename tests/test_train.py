@@ -338,11 +338,14 @@ def test_a_run_may_be_called_like_its_preset(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     make_shard(tmp_path / "train.bin", 100, PRESETS["nano"].vocab_size)
     settings = "--device cpu --input_bin train.bin --batch_size 1 --sequence_length 8"
-    for steps in ("1", "2"):  # the second finds the folder of the first
-        arguments = [*settings.split(), "--num_iterations", steps, "--output_dir", "nano"]
-        arguments.append("--overwrite")
-        assert train.main(arguments) == 0
+    for more in (
+        "--num_iterations 1 --output_dir nano",
+        "--num_iterations 2 --output_dir nano --overwrite --model nano",
+        "--num_iterations 3 --output_dir other",  # where nano was not asked for by its name
+    ):
+        assert train.main([*settings.split(), *more.split()]) == 0
     assert checkpoints(tmp_path / "nano") == ["model_00000001.bin", "model_00000002.bin"]
+    assert checkpoints(tmp_path / "other") == ["model_00000003.bin"]
 
 
 @pytest.mark.slow
