@@ -218,9 +218,17 @@ class Run:
             print(f"--- sample after step {step}", text, "---", sep="\n")
 
     def write_checkpoint(self, step: int) -> None:
-        """Write the weights as model_<step>.bin, unless that is what was written last."""
+        """Write the weights as model_<step>.bin, unless that is what was written last.
+
+        Says so, and which checkpoint the folder stands for if that is another: with --overwrite,
+        one of an earlier run's later steps, until this run comes to it.
+        """
+        from numbagpt.checkpoint import find_checkpoints
+
         if path := self.save(step):
-            print(f"wrote {path}")
+            last = find_checkpoints(path.parent)[0]
+            note = f" (folder {path.parent} still stands for {last.name}, of an earlier run)"
+            print(f"wrote {path}{note if last != path else ''}")
 
     def save(self, step: int) -> Path | None:
         """write_checkpoint without a word; the path, or None if there was nothing to write."""

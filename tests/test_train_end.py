@@ -234,6 +234,26 @@ def test_ctrl_c_within_a_step_leaves_the_step_out(flags, tmp_path, at_call, capf
     assert written.read_bytes() == (tmp_path / "whole" / "model_00000002.bin").read_bytes()
 
 
+def test_ctrl_c_before_the_steps_of_an_earlier_run(flags, tmp_path, at_call, capfd):
+    """They are not replaced, and the highest of them is what the folder stands for."""
+    folder = tmp_path / "run"
+    assert train.main(flags(num_iterations=5, checkpoint_every=3)) == 0
+    assert capfd.readouterr().out.count("earlier run") == 0
+    at_call(Prefetcher, "next_batch", 5, ctrl_c)
+    again = [*flags(num_iterations=5, checkpoint_every=3, seed=7), "--overwrite"]
+    assert train.main(again) == 130
+    out = capfd.readouterr().out
+    hidden = f" (folder {folder} still stands for model_00000005.bin, of an earlier run)"
+    assert re.findall("^wrote .*$", out, re.MULTILINE) == [
+        f"wrote {folder / 'model_00000003.bin'}{hidden}",
+        f"wrote {folder / 'model_00000004.bin'}{hidden}",
+    ]
+    assert checkpoint.locate_model(folder) == folder / "model_00000005.bin"
+    assert train.main(again) == 0
+    *_, wrote = re.findall("^wrote .*$", capfd.readouterr().out, re.MULTILINE)
+    assert wrote == f"wrote {folder / 'model_00000005.bin'}"
+
+
 @pytest.mark.parametrize("overfit", [[], ["--overfit_single_batch"]])
 def test_ctrl_c_within_the_first_step_writes_no_checkpoint(
     flags, tmp_path, at_call, capfd, overfit
