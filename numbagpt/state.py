@@ -63,7 +63,7 @@ def plan_model(
         attention = "flash" if has_flash or precision == "bf16" else "materialized"
     if attention == "flash" and precision == "fp32":
         expected = {
-            "cpu": "--device sim --precision bf16",
+            "cpu": "a GPU, or --device sim --precision bf16",
             "sim": "--precision bf16",
             "cuda": "--precision bf16 or tf32",
         }[device.name]

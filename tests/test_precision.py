@@ -166,7 +166,7 @@ def test_flash_attention_on_the_cpu_is_told_where_it_is() -> None:
         plan_model(SMALL, HostDevice("cpu"), 1, 16, attention="flash")
     assert str(error.value) == (
         "flash attention computes on tensor cores, which do not multiply float32; expected "
-        "--device sim --precision bf16 with it; or leave out --attention"
+        "a GPU, or --device sim --precision bf16 with it; or leave out --attention"
     )
 
 
