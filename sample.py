@@ -76,10 +76,7 @@ def main(argv: list[str] | None = None) -> int:
     model = load(options)
     prompt = tokenizer.encode(options.prompt)
     if len(prompt) > model.T:
-        print(
-            f"the prompt has {len(prompt)} tokens; its last {model.T} fit the model's context",
-            file=sys.stderr,
-        )
+        cli.note(f"the prompt has {len(prompt)} tokens; its last {model.T} fit the model's context")
         prompt = prompt[-model.T :]
     for i in range(options.num_samples):
         rng = np.random.default_rng([options.seed, i])

@@ -26,7 +26,6 @@ import math
 import os
 import re
 import struct
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -142,7 +141,7 @@ def choose_model(path: str | os.PathLike) -> Path:
     """locate_model for a program: says on stderr which of its files a folder stands for."""
     located = locate_model(path)
     if located != Path(path):
-        print(f"weights from {located}", file=sys.stderr)
+        cli.note(f"weights from {located}")
     return located
 
 

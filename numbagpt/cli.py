@@ -160,7 +160,7 @@ def choose_device(options: argparse.Namespace) -> tuple["Device", str]:
 
     device, problem = select_device(options.device, use_graphs=options.graph == 1)
     if problem:
-        print(f"the CPU is used: {problem}", file=sys.stderr)
+        note(f"the CPU is used: {problem}")
     if device.name != "cuda":
         return device, device.name
     from numbagpt.gpu import kernel, runtime
@@ -170,7 +170,13 @@ def choose_device(options: argparse.Namespace) -> tuple["Device", str]:
 
 
 def _say_compiled(name: str, seconds: float) -> None:
-    print(f"compiled {name} in {seconds:.1f} s, for this and later runs", file=sys.stderr)
+    note(f"compiled {name} in {seconds:.1f} s, for this and later runs")
+
+
+def note(line: str) -> None:
+    """Print a line on stderr, if that can be written: the program can do without it."""
+    with contextlib.suppress(OSError):
+        print(line, file=sys.stderr)
 
 
 def model_options(

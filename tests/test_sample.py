@@ -1,5 +1,6 @@
 """sample.py end to end: a model that knows one text by heart, and models that know nothing."""
 
+import os
 import subprocess
 
 import numpy as np
@@ -210,3 +211,15 @@ def test_the_command_line_prints_errors_as_one_line(tmp_path):
     assert found.stderr == (
         "error: --checkpoint out: there is no such file or folder; python train.py makes one\n"
     )
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full, a disk that is full")
+def test_notes_that_cannot_be_written_end_nothing(by_heart, tmp_path):
+    """That the CPU is used, which checkpoint, and that the prompt is too long."""
+    arguments = ("--checkpoint", by_heart, "--prompt", TEXT + TEXT, "--max_new_tokens", 1)
+    said = run("sample.py", *arguments, cwd=tmp_path)
+    assert said.returncode == 0
+    assert len(said.stderr.splitlines()) == 3
+    with open("/dev/full", "w") as full:
+        ended = run("sample.py", *arguments, cwd=tmp_path, stderr=full)
+    assert (ended.returncode, ended.stdout) == (0, said.stdout)
