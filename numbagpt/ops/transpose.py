@@ -6,12 +6,14 @@ Read along the rows of inp, the numbers would have to be written down the column
 apart: a transaction with memory for each. So a block takes a square tile, reads its rows into
 shared memory, and writes its columns from there: neighbours in memory on both sides.
 
-To move vectors all the way, a thread reads one of four numbers from each of four rows and turns
-these 4 x 4 numbers in its registers: they are four vectors of the columns. In shared memory the
-columns lie one behind the other, each of 16 chunks, which are such vectors. Side by side in a warp
-are threads with the same chunk of every fourth column, 1024 bytes apart and thus in the same of the
-32 banks, to be written one after the other. So column c has its chunk i at place i ^ (c / 4), and
-they lie in different banks, as flash_tile.py draws it.
+Four numbers at a time are moved all the way. A thread reads a vector of four from each of four rows
+and turns these 4 x 4 numbers in its registers: then it holds a vector of each of four columns. In
+shared memory the columns lie one behind the other, a column being 16 chunks of four numbers.
+
+Neighbours in a warp write the same chunk of columns that are four apart, and 4 columns are 1024
+bytes: all of them would write to the same of the 32 banks, one after the other. So chunk i of
+column c lies at place i ^ (c / 4) of its column, and neighbours write to different banks.
+flash_tile.py draws such a swizzle.
 """
 
 import numpy as np
