@@ -10,7 +10,6 @@ The flags carry the names of llm.c's trainer. python -m numbagpt.data makes the 
 """
 
 import argparse
-import contextlib
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -112,9 +111,8 @@ class Run:
                 return self.all_steps(in_flight)
             except OSError as error:  # standard output is gone
                 self.save_silently()
-                with contextlib.suppress(OSError):  # so may be the other one
-                    reason = f"{error.strerror or error}; {self.progress.what_was_saved()}"
-                    print(f"stopped after step {self.trainer.steps}: {reason}", file=sys.stderr)
+                reason = f"{error.strerror or error}; {self.progress.what_was_saved()}"
+                cli.note(f"stopped after step {self.trainer.steps}: {reason}")
                 raise
 
     def all_steps(self, in_flight: int) -> int:

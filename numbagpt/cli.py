@@ -334,8 +334,7 @@ def run_program(program: Callable[[], int]) -> int:
         return 1
     except KeyboardInterrupt as error:
         number = error.number if isinstance(error, Terminated) else signal.SIGINT
-        with contextlib.suppress(OSError):  # the terminal may be closed
-            print(STOP_SIGNALS[number], file=sys.stderr)
+        note(STOP_SIGNALS[number])  # if it can be: the terminal may be closed
         return 128 + number
     except MemoryError as error:
         print(f"error: out of memory: {error}; take a smaller model or batch", file=sys.stderr)

@@ -8,7 +8,6 @@ if __name__ == "__main__":  # before the imports, so that Ctrl-C is answered whi
     sys.exit(cli.run_module("numbagpt.bench.__main__"))
 
 import importlib.util
-import sys
 
 import numpy as np
 
@@ -41,10 +40,9 @@ def has_pytorch() -> bool:
     import torch
 
     if not torch.cuda.is_available():
-        print(
+        cli.note(
             f"PyTorch is left out: version {torch.__version__} finds no GPU; install one for the "
-            "driver's CUDA to have it measured",
-            file=sys.stderr,
+            "driver's CUDA to have it measured"
         )
         return False
     return True
