@@ -17,6 +17,8 @@ rows of dout and inp, neither operand's do, and cuBLASLt falls back on slower ke
 it pays to transpose the narrower of the two first.
 """
 
+import functools
+
 import numpy as np
 
 from numbagpt.gpu import blas
@@ -195,16 +197,15 @@ def matmul_backward_weight(dweight, dout, inp, *, accumulate=True, transposed=No
     """
     dout, inp = _rows(dout), _rows(inp)
     (N, OC), C = dout.shape, inp.shape[-1]
-    turn_inp = transposed is not None and C <= OC
-    turn_dout = transposed is not None and C > OC
-    if transposed is not None:
-        check_room("matmul_backward_weight", transposed=(transposed, N * min(OC, C)))
-    if turn_inp:
-        inp = _transpose(transposed, inp)
-    if turn_dout:
-        dout = _transpose(transposed, dout)
-    beta = 1.0 if accumulate else 0.0
-    blas.matmul(dweight, dout, inp, transpose_a=not turn_dout, transpose_b=turn_inp, beta=beta)
+    multiply = functools.partial(blas.matmul, dweight, beta=1.0 if accumulate else 0.0)
+    if transposed is None:
+        multiply(dout, inp, transpose_a=True)
+        return
+    check_room("matmul_backward_weight", transposed=(transposed, N * min(OC, C)))
+    if C <= OC:
+        multiply(dout, _transpose(transposed, inp), transpose_a=True, transpose_b=True)
+    else:
+        multiply(_transpose(transposed, dout), inp)
 
 
 def _transpose(room, matrix):
