@@ -249,7 +249,7 @@ def main(argv: list[str] | None = None) -> int:
     options = parse_arguments(argv)
     with cli.loading():
         from numbagpt.checkpoint import check_checkpoints
-        from numbagpt.files import locked, output_folder, shell_path
+        from numbagpt.files import output_folder, shell_path
         from numbagpt.gpt2 import GPT2
         from numbagpt.gpu import profile
         from numbagpt.loader import Prefetcher, TokenLoader
@@ -257,7 +257,7 @@ def main(argv: list[str] | None = None) -> int:
         from numbagpt.settings import fill_in_defaults, find_model, summary
         from numbagpt.state import plan_model
         from numbagpt.training import Trainer
-    with output_folder(options.output_dir), locked(options.output_dir):
+    with output_folder(options.output_dir):
         device, processor = cli.choose_device(options)
         config, source, make_parameters = find_model(
             options.model, options.seed, options.output_dir

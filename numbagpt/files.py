@@ -125,14 +125,16 @@ def no_empty_folders(path: str | os.PathLike) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def output_folder(path: str | os.PathLike) -> Iterator[None]:
-    """Make the folder, prove it writable, and remove what was made if nothing came to be in it.
+def output_folder(path: str | os.PathLike) -> Iterator[bool]:
+    """Make the folder, prove it writable, lock it; remove what was made if nothing came to be in.
 
-    Raises UserError if it cannot be made or written to.
+    Yields whether it is locked, as `locked` does. Raises UserError if it cannot be made or written
+    to, or if another program holds it.
     """
     with no_empty_folders(path):
         check_writable_folder(path)
-        yield
+        with locked(path) as held:
+            yield held
 
 
 @contextlib.contextmanager

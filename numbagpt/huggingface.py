@@ -28,7 +28,6 @@ from numbagpt.errors import UserError
 from numbagpt.files import (
     atomic_write,
     file_size,
-    locked,
     output_folder,
     read_bytes,
     read_floats,
@@ -137,7 +136,7 @@ def write(
     Raises UserError if the folder holds a model, is another program's, or cannot be written.
     """
     config_path, weights_path = Path(folder, CONFIG), Path(folder, WEIGHTS)
-    with output_folder(folder), locked(folder):
+    with output_folder(folder):
         check_vacant(folder)
         try:
             _write_weights(weights_path, config, parameters)

@@ -12,7 +12,7 @@ from typing import BinaryIO
 import numpy as np
 
 from numbagpt.errors import UserError
-from numbagpt.files import explained, locked, output_folder
+from numbagpt.files import explained, output_folder
 from numbagpt.shards import TOKEN, write_header
 
 MAX_SHARDS = 10**6  # their number has six digits
@@ -110,7 +110,7 @@ def open_shards(
             "choose a shorter one with --name"
         )
     cannot_write = f"cannot write to folder {folder}"
-    with output_folder(folder), locked(folder) as alone:
+    with output_folder(folder) as alone:
         with explained(cannot_write):
             if alone:
                 _remove_leftovers(folder)
