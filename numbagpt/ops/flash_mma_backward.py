@@ -41,6 +41,7 @@ from numbagpt.ops.flash_tile import (
     THREADS,
     column_sum_weights,
     fragment_corner,
+    head_after_loop,
     load_tile_async,
     mask_above,
     mask_below,
@@ -191,7 +192,9 @@ def make_dq_kernel(HS: int, itemsize: int, KEYS: int, min_blocks: int, KEPT: int
         cuda.syncthreads()
         product_to_shared(tile, 0, dq, scale, CHUNKS)
         cuda.syncthreads()
-        shared_to_global(tile, 0, dqkv, q_start + q0 * stride, stride, q0, T, CHUNKS)
+        b, h = head_after_loop(NH)
+        dq_start = (int64(b) * T + q0) * stride + h * HS
+        shared_to_global(tile, 0, dqkv, dq_start, stride, q0, T, CHUNKS)
         if with_sums != 0 and cuda.threadIdx.x < 32:
             for i in range(ACC):
                 dq[i] = float32(0)
@@ -354,7 +357,7 @@ DQ_TILES = {
     (128, 2): (32, 2, 2),
     (16, 4): (64, 3, 2),
     (32, 4): (32, 3, 2),
-    (64, 4): (32, 3, 1),
+    (64, 4): (32, 3, 2),
     (128, 4): (16, 2, 0),
 }
 DKV_TILES = {

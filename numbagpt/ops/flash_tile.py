@@ -108,6 +108,18 @@ def tile_grid(heads: int, tiles: int) -> tuple[int, int, int]:
     return together, tiles, heads // together
 
 
+@device_function
+def head_after_loop(NH):
+    """b and h of this block again, for what a kernel does after its loop over tiles.
+
+    If it used those from before the loop, the compiler would keep them in registers throughout the
+    loop. From unsigned numbers it does not recognise that they are the same.
+    """
+    head = uint32(cuda.blockIdx.z * cuda.gridDim.x + cuda.blockIdx.x)
+    b = int32(head // uint32(NH))
+    return b, int32(int32(head) - b * NH)
+
+
 # ---- tiles ---------------------------------------------------------------------------------------
 
 
@@ -246,12 +258,7 @@ def store_column_sums(target, number, tile, acc, NH, HS):
     acc      the two products with column_sum_weights: the sums for dq in rows 0-7, the sums for dv
              in rows 8-15. Their order in acc is that of a product with the storage of `tile`
     """
-    # The kernel has its b and h, too. If they were passed here, the compiler would keep them in
-    # registers through the whole loop over tiles. So they are computed again, from unsigned
-    # numbers, in which the compiler does not recognise the kernel's.
-    head = uint32(cuda.blockIdx.z * cuda.gridDim.x + cuda.blockIdx.x)
-    b = int32(head // uint32(NH))
-    h = int32(int32(head) - b * NH)
+    b, h = head_after_loop(NH)
     start = ((int64(b) * cuda.gridDim.y + number) * 3 * NH + h) * HS
     C = int64(NH) * HS
     # Every quad of the first warp has all the sums. Each stores one of 8 blocks of 8 columns.
