@@ -8,7 +8,7 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from numbagpt import cli
+from numbagpt import flags, program
 from numbagpt.errors import UserError
 
 # The rest is imported where it is used: it loads Numba, which takes a second.
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     """The flags."""
-    parser = cli.Parser(__doc__)
-    count = cli.number(int, 1)
+    parser = flags.Parser(__doc__)
+    count = flags.number(int, 1)
     parser.section("what is written")
     parser.flag(
         "--checkpoint",
-        cli.path,
-        cli.DEFAULT_OUTPUT_DIR,
+        flags.path,
+        flags.DEFAULT_OUTPUT_DIR,
         "a model .bin, a run's output folder (its highest step) or a Hugging Face folder",
     )
     parser.text("--prompt", "what to go on from; <|endoftext|> in it is plain text (default: none)")
@@ -33,29 +33,29 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.section("how tokens are chosen")
     parser.flag(
         "--temperature",
-        cli.number(float, 0),
+        flags.number(float, 0),
         0.8,
         "1: as the model predicts; less: safer; 0: always the most probable",
     )
     parser.flag("--top_k", count, None, "only the N most probable tokens (default: all)")
     parser.flag(
         "--top_p",
-        cli.number(float, 0, 1, above=True),
+        flags.number(float, 0, 1, above=True),
         1.0,
         "only the most probable tokens that together reach X",
     )
-    cli.add_device_flags(parser)
+    flags.add_device_flags(parser)
     return parser.parse_args(argv)
 
 
 def load(options: argparse.Namespace) -> "GPT2":
     """The model that --checkpoint names, on the device."""
-    with cli.loading():
+    with program.loading():
         from numbagpt.checkpoint import choose_model, load_model
         from numbagpt.gpt2 import GPT2
-    device, _ = cli.choose_device(options)
+    device, _ = flags.choose_device(options)
     config, parameters = load_model(choose_model(options.checkpoint))
-    model_options = cli.model_options(options, device, config)
+    model_options = flags.model_options(options, device, config)
     model = GPT2(config, device, 1, config.max_seq_len, training=False, **model_options)
     model.load_parameters(parameters)
     return model
@@ -64,7 +64,7 @@ def load(options: argparse.Namespace) -> "GPT2":
 def main(argv: list[str] | None = None) -> int:
     """Sample as the command line says; returns the exit status."""
     options = parse_arguments(argv)
-    with cli.loading():
+    with program.loading():
         import numpy as np
 
         from numbagpt import files, sampling, tokenizer
@@ -76,7 +76,9 @@ def main(argv: list[str] | None = None) -> int:
     model = load(options)
     prompt = tokenizer.encode(options.prompt)
     if len(prompt) > model.T:
-        cli.note(f"the prompt has {len(prompt)} tokens; its last {model.T} fit the model's context")
+        program.note(
+            f"the prompt has {len(prompt)} tokens; its last {model.T} fit the model's context"
+        )
         prompt = prompt[-model.T :]
     for i in range(options.num_samples):
         rng = np.random.default_rng([options.seed, i])
@@ -102,4 +104,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run_program(main))
+    sys.exit(program.run(main))

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from numbagpt import cli, metrics
+from numbagpt import flags, metrics, program
 from numbagpt.config import DEFAULT_MODEL, PRESETS, VOCAB_SIZE
 from numbagpt.errors import DataError, UserError
 from numbagpt.schedule import learning_rate_at
@@ -34,18 +34,18 @@ SIMULATED = "; until then the simulator may take minutes"
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     """The flags; None where the default depends on model and device (see numbagpt/settings.py)."""
-    parser = cli.Parser(__doc__)
-    count, from_zero, fraction = cli.number(int, 1), cli.number(int, 0), cli.number(float, 0, 1)
-    positive, not_negative = cli.number(float, 0, above=True), cli.number(float, 0)
-    beta = cli.number(float, 0, 0.999999)
+    parser = flags.Parser(__doc__)
+    count, from_zero = flags.number(int, 1), flags.number(int, 0)
+    positive, not_negative = flags.number(float, 0, above=True), flags.number(float, 0)
+    fraction, beta = flags.number(float, 0, 1), flags.number(float, 0, 0.999999)
     # what lies far beyond is 0 or infinity in float32
-    eps, clip = cli.number(float, 1e-30, 1e30), cli.number(float, 1e-30, 1e30, or_zero=True)
-    flag, path = parser.flag, cli.path
+    eps, clip = flags.number(float, 1e-30, 1e30), flags.number(float, 1e-30, 1e30, or_zero=True)
+    flag, path = parser.flag, flags.path
 
     parser.section("data and model")
     flag("--input_bin", path, None, "shards to train on, a glob pattern (default: built-in corpus)")
     flag("--input_val_bin", path, None, "shards to validate on (default: the corpus's, or none)")
-    flag("--output_dir", path, cli.DEFAULT_OUTPUT_DIR, "where model_<step>.bin is written")
+    flag("--output_dir", path, flags.DEFAULT_OUTPUT_DIR, "where model_<step>.bin is written")
     parser.switch("--overwrite", "replace an earlier run's checkpoints of the same steps there")
     presets = f"{', '.join(PRESETS)} (random weights)"
     flag("--model", path, None, f"{presets}, a .bin or a folder (default: {DEFAULT_MODEL})")
@@ -69,10 +69,10 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     flag("--val_loss_every", from_zero, 100, "print the validation loss")
     flag("--sample_every", from_zero, 0, "print a sample")
     flag("--checkpoint_every", from_zero, 0, "write a checkpoint")
-    cli.add_device_flags(parser)
+    flags.add_device_flags(parser)
     flag(
         "--recompute",
-        cli.number(int, 0, 2),
+        flags.number(int, 0, 2),
         0,
         "save memory: 1: compute GELU again in the backward pass; 2: and layernorm",
     )
@@ -94,7 +94,7 @@ class Run:
         self.trainer, self.model, self.options = trainer, trainer.model, options
         self.batches, self.val_loader, self.progress = batches, val_loader, progress
         notice = STOPPING + SIMULATED * (self.model.device.name == "sim")
-        self.interrupt = cli.Interrupt(notice)
+        self.interrupt = program.Interrupt(notice)
         self.only_batch = batches.next_batch() if options.overfit_single_batch else None
 
     def train(self) -> int:
@@ -112,7 +112,7 @@ class Run:
             except OSError as error:  # standard output is gone
                 self.save_silently()
                 reason = f"{error.strerror or error}; {self.progress.what_was_saved()}"
-                cli.note(f"stopped after step {self.trainer.steps}: {reason}")
+                program.note(f"stopped after step {self.trainer.steps}: {reason}")
                 raise
 
     def all_steps(self, in_flight: int) -> int:
@@ -123,7 +123,7 @@ class Run:
                 self.step(step)
                 self.report(in_flight)
             self.between_steps(self.options.num_iterations)
-        except cli.Stopped as stopped:
+        except program.Stopped as stopped:
             self.stop()
             return stopped.status
         except DataError:
@@ -247,7 +247,7 @@ class Run:
 def main(argv: list[str] | None = None) -> int:
     """Train as the command line says; returns the exit status."""
     options = parse_arguments(argv)
-    with cli.loading():
+    with program.loading():
         from numbagpt.checkpoint import check_checkpoints
         from numbagpt.files import output_folder, shell_path
         from numbagpt.gpt2 import GPT2
@@ -258,7 +258,7 @@ def main(argv: list[str] | None = None) -> int:
         from numbagpt.state import plan_model
         from numbagpt.training import Trainer
     with output_folder(options.output_dir):
-        device, processor = cli.choose_device(options)
+        device, processor = flags.choose_device(options)
         config, source, make_parameters = find_model(
             options.model, options.seed, options.output_dir
         )
@@ -266,7 +266,7 @@ def main(argv: list[str] | None = None) -> int:
         check_checkpoints(
             options.output_dir, config, options.num_iterations, overwrite=options.overwrite
         )
-        model_options = cli.model_options(options, device, config)
+        model_options = flags.model_options(options, device, config)
         model_options["recompute"] = options.recompute
         options.precision = model_options["precision"]
         if options.nvtx:
@@ -299,4 +299,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run_program(main))
+    sys.exit(program.run(main))

@@ -2,17 +2,17 @@
 
 import sys
 
-from numbagpt import cli
+from numbagpt import flags, program
 
 
 def main(argv: list[str] | None = None) -> int:
     """Print the report; returns the exit status."""
-    cli.Parser(__doc__, prog="python -m numbagpt").parse_args(argv)
-    with cli.loading():
+    flags.Parser(__doc__, prog="python -m numbagpt").parse_args(argv)
+    with program.loading():
         from numbagpt.gpu.runtime import report
     print(report())
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run_program(main))
+    sys.exit(program.run(main))

@@ -18,9 +18,9 @@ writes a model as a folder that Hugging Face's Transformers opens.
 if __name__ == "__main__":  # before the imports, so that Ctrl-C is answered while they last
     import sys
 
-    from numbagpt import cli
+    from numbagpt import program
 
-    sys.exit(cli.run_module("numbagpt.checkpoint"))
+    sys.exit(program.run_module("numbagpt.checkpoint"))
 
 import math
 import os
@@ -31,7 +31,7 @@ from pathlib import Path
 
 import numpy as np
 
-from numbagpt import cli, huggingface
+from numbagpt import flags, huggingface, program
 from numbagpt.config import GPT2Config
 from numbagpt.errors import UserError
 from numbagpt.files import (
@@ -141,7 +141,7 @@ def choose_model(path: str | os.PathLike) -> Path:
     """locate_model for a program: says on stderr which of its files a folder stands for."""
     located = locate_model(path)
     if located != Path(path):
-        cli.note(f"weights from {located}")
+        program.note(f"weights from {located}")
     return located
 
 
@@ -310,12 +310,14 @@ def _model_bytes(shapes: Mapping[str, tuple[int, ...]], stored: str) -> int:
 def main(arguments: list[str] | None = None) -> int:
     """Export as the command line says; returns the exit status."""
     description = "export: write a model as a folder that Hugging Face's Transformers opens"
-    parser = cli.Parser(description, prog="python -m numbagpt.checkpoint")
+    parser = flags.Parser(description, prog="python -m numbagpt.checkpoint")
     parser.add_argument("command", choices=("export",))
     parser.add_argument(
-        "model", type=cli.path, help="a .bin, or the output folder of a training run"
+        "model", type=flags.path, help="a .bin, or the output folder of a training run"
     )
-    parser.add_argument("folder", type=cli.path, help="where config.json and model.safetensors go")
+    parser.add_argument(
+        "folder", type=flags.path, help="where config.json and model.safetensors go"
+    )
     options = parser.parse_args(arguments)
     count = export(choose_model(options.model), options.folder)
     print(f"wrote {options.folder}: {count:,} parameters")

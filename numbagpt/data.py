@@ -23,9 +23,9 @@ the split of llm.c: the first 32,768 tokens are for validation.
 if __name__ == "__main__":  # before the imports, so that Ctrl-C is answered while they last
     import sys
 
-    from numbagpt import cli
+    from numbagpt import program
 
-    sys.exit(cli.run_module("numbagpt.data"))
+    sys.exit(program.run_module("numbagpt.data"))
 
 import argparse
 import glob
@@ -44,8 +44,7 @@ from typing import NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from numbagpt import cli, tinyshakespeare
-from numbagpt.cli import Parser, number
+from numbagpt import flags, tinyshakespeare
 from numbagpt.documents import Piece, find_files, is_json, read_pieces, without_gz
 from numbagpt.errors import UserError
 from numbagpt.files import file_size, shell_path
@@ -68,22 +67,26 @@ class Part(NamedTuple):
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    parser = Parser(__doc__)
+    parser = flags.Parser(__doc__)
     parser.prog = "python -m numbagpt.data"
     parser.add_argument(
-        "inputs", nargs="+", type=cli.path, metavar="INPUT", help="file, folder or tinyshakespeare"
+        "inputs",
+        nargs="+",
+        type=flags.path,
+        metavar="INPUT",
+        help="file, folder or tinyshakespeare",
     )
-    parser.add_argument("--output_dir", type=cli.path, required=True, metavar="DIR")
+    parser.add_argument("--output_dir", type=flags.path, required=True, metavar="DIR")
     split = parser.add_mutually_exclusive_group()
     split.add_argument(
         "--val_fraction", type=_fraction, metavar="F", help="for validation (default: 0.1)"
     )
     split.add_argument(
-        "--val_documents", type=number(int, 1), metavar="N", help="the first N for validation"
+        "--val_documents", type=flags.number(int, 1), metavar="N", help="the first N for validation"
     )
     parser.add_argument(
         "--shard_tokens",
-        type=number(int, MIN_SHARD_TOKENS, MAX_TOKENS),
+        type=flags.number(int, MIN_SHARD_TOKENS, MAX_TOKENS),
         default=100_000_000,
         metavar="N",
         help="tokens of a shard (default: 100,000,000)",
@@ -91,7 +94,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--text_key", default="text", help="field of a JSON line (default: text)")
     parser.add_argument(
         "--workers",
-        type=number(int, 1),
+        type=flags.number(int, 1),
         default=os.cpu_count() or 1,
         metavar="N",
         help="threads that tokenize; the result does not depend on it (default: one a core)",
@@ -149,14 +152,14 @@ def run(args: argparse.Namespace) -> int:
                 "every document would be for validation, none to train on; "
                 "give more documents, or a smaller --val_documents or --val_fraction"
             )
-    flags = ""
+    command = "python train.py"
     for split, flag in (("train", "--input_bin"), ("val", "--input_val_bin")):
         if split in writer.num_tokens:
             # Not *: it would take the shards of a data set called NAME_train_x as well.
             shards = glob.escape(os.path.join(args.output_dir, f"{name}_{split}_")) + "??????.bin"
             print(f"{shards}: {writer.num_tokens[split]:,} tokens")
-            flags += f" {flag} {shell_path(shards)}"
-    print(f"train on them: python train.py{flags}")
+            command += f" {flag} {shell_path(shards)}"
+    print(f"train on them: {command}")
     return 0
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from numbagpt import files, huggingface
+from numbagpt import files, huggingface, program
 from numbagpt.checkpoint import (
     check_checkpoints,
     choose_model,
@@ -27,7 +27,6 @@ from numbagpt.checkpoint import (
     read_model,
     write_model,
 )
-from numbagpt.cli import run_program
 from numbagpt.config import GPT2Config
 from numbagpt.errors import UserError
 from numbagpt.tensors import parameter_shapes
@@ -413,7 +412,7 @@ def test_export_refusals(tmp_path, model_bin, capsys):
         ),
         (model_bin, model_bin, f"error: cannot write to folder {model_bin}: a file of that name"),
     ]:
-        assert run_program(partial(main, ["export", str(source), str(folder)])) == 1
+        assert program.run(partial(main, ["export", str(source), str(folder)])) == 1
         printed = capsys.readouterr()
         assert printed.err.startswith(message)
         assert printed.err.count("\n") == 1
@@ -467,7 +466,7 @@ def test_export_interrupted(tmp_path, model_bin, monkeypatch, capsys):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(huggingface, "write", interrupt)
-    assert run_program(partial(main, ["export", str(model_bin), str(tmp_path / "out")])) == 130
+    assert program.run(partial(main, ["export", str(model_bin), str(tmp_path / "out")])) == 130
     assert capsys.readouterr() == ("", "interrupted\n")
 
 
@@ -476,7 +475,7 @@ def test_export_leaves_another_model_alone(tmp_path, capsys):
     config = tmp_path / "hf" / "config.json"
     config.parent.mkdir()
     config.write_text("{}")
-    assert run_program(partial(main, ["export", str(tmp_path / "a.bin"), str(config.parent)])) == 1
+    assert program.run(partial(main, ["export", str(tmp_path / "a.bin"), str(config.parent)])) == 1
     assert capsys.readouterr() == (
         "",
         f"error: {config} is there already; expected a folder without a model; name another, or "

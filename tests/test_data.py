@@ -20,8 +20,7 @@ import numpy as np
 import pytest
 from shard_files import read_shard
 
-from numbagpt import data, documents, tinyshakespeare
-from numbagpt.cli import run_program
+from numbagpt import data, documents, program, tinyshakespeare
 from numbagpt.files import locked
 from numbagpt.loader import find_shards
 from numbagpt.tokenizer import decode, encode
@@ -218,7 +217,7 @@ def test_what_it_says_takes_no_other_data_set(corpus, tmp_path, capsys):
 def refuse(tmp_path, capsys, *arguments):
     """Run the command on bad input; its one line. Nothing may change in tmp_path."""
     before = tree(tmp_path)
-    assert run_program(lambda: data.main([str(argument) for argument in arguments])) == 1
+    assert program.run(lambda: data.main([str(argument) for argument in arguments])) == 1
     assert tree(tmp_path) == before
     out, err = capsys.readouterr()
     assert out == ""
@@ -597,7 +596,7 @@ def test_a_cached_copy_that_cannot_be_read_is_named(network, tmp_path, capsys):
     (tmp_path / "cache").mkdir()
     cached = tmp_path / "cache" / "tinyshakespeare.txt"
     cached.symlink_to(UNREADABLE)
-    assert run_program(lambda: data.main(["tinyshakespeare", "--output_dir", "out"])) == 1
+    assert program.run(lambda: data.main(["tinyshakespeare", "--output_dir", "out"])) == 1
     assert capsys.readouterr().err == f"error: cannot read {cached}: Input/output error\n"
     assert not (tmp_path / "out").exists()
     assert network == []

@@ -10,7 +10,7 @@ import pytest
 from programs import FULL_VOCAB, SMALL_VOCAB, checkpoints, make_model_file, make_shard, run
 
 import train
-from numbagpt import checkpoint, cli, metrics
+from numbagpt import checkpoint, metrics, program
 from numbagpt.checkpoint import read_model
 from numbagpt.config import PRESETS
 from numbagpt.device import HostDevice
@@ -177,7 +177,7 @@ def test_checkpoints_of_an_earlier_run_are_kept(flags, tmp_path, reports, capsys
     before = written.read_bytes()
     again = flags(model=tmp_path / model, learning_rate=0.1)
     capsys.readouterr()
-    assert cli.run_program(lambda: train.main(again)) == 1
+    assert program.run(lambda: train.main(again)) == 1
     assert capsys.readouterr() == (
         "",
         f"error: {written} is there already; expected no checkpoints of an earlier run; choose "
@@ -195,7 +195,7 @@ def test_a_folder_takes_one_run_at_a_time(flags, tmp_path, monkeypatch, capsys):
 
     def step(run, number):
         if not second:
-            second.append(cli.run_program(lambda: train.main([*flags(), "--overwrite"])))
+            second.append(program.run(lambda: train.main([*flags(), "--overwrite"])))
         first.append(number)
 
     whole_step = train.Run.step

@@ -12,7 +12,7 @@ import pytest
 from programs import SMALL_VOCAB, checkpoints, command, make_model_file, make_shard, run
 
 import train
-from numbagpt import checkpoint, cli, sampling
+from numbagpt import checkpoint, program, sampling
 from numbagpt.checkpoint import read_model
 from numbagpt.errors import DataError, UserError
 from numbagpt.loader import Prefetcher
@@ -268,7 +268,7 @@ def test_ctrl_c_within_the_first_step_writes_no_checkpoint(
 
 def test_a_second_ctrl_c_writes_no_checkpoint(flags, tmp_path, at_call, capfd):
     at_call(Prefetcher, "next_batch", 8, lambda: [ctrl_c(), ctrl_c()])
-    assert cli.run_program(lambda: train.main(flags(total_batch_size=48))) == 130
+    assert program.run(lambda: train.main(flags(total_batch_size=48))) == 130
     out, err = capfd.readouterr()
     assert err == f"{train.STOPPING}\ninterrupted\n"
     assert "wrote" not in out
@@ -277,7 +277,7 @@ def test_a_second_ctrl_c_writes_no_checkpoint(flags, tmp_path, at_call, capfd):
 
 def test_a_second_signal_of_the_other_kind_ends_the_run_at_once(flags, tmp_path, at_call, capfd):
     at_call(Prefetcher, "next_batch", 8, lambda: [ctrl_c(), os.kill(os.getpid(), signal.SIGTERM)])
-    assert cli.run_program(lambda: train.main(flags(total_batch_size=48))) == 143
+    assert program.run(lambda: train.main(flags(total_batch_size=48))) == 143
     assert capfd.readouterr().err == f"{train.STOPPING}\nterminated\n"
     assert not (tmp_path / "run").exists()
 

@@ -3,15 +3,15 @@
 if __name__ == "__main__":  # before the imports, so that Ctrl-C is answered while they last
     import sys
 
-    from numbagpt import cli
+    from numbagpt import program
 
-    sys.exit(cli.run_module("numbagpt.bench.__main__"))
+    sys.exit(program.run_module("numbagpt.bench.__main__"))
 
 import importlib.util
 
 import numpy as np
 
-from numbagpt import cli
+from numbagpt import flags, program
 from numbagpt.bench import kernels, train
 from numbagpt.config import PRESETS
 from numbagpt.device import select_device
@@ -22,7 +22,7 @@ from numbagpt.ops.matmul import transpose_pays
 from numbagpt.state import best_precision
 
 PARTS = ("all", "train", "kernels")
-number = cli.number(int, 1, 1 << 20)
+number = flags.number(int, 1, 1 << 20)
 
 
 def batch_sizes(text: str) -> list[int]:
@@ -40,7 +40,7 @@ def has_pytorch() -> bool:
     import torch
 
     if not torch.cuda.is_available():
-        cli.note(
+        program.note(
             f"PyTorch is left out: version {torch.__version__} finds no GPU; install one for the "
             "driver's CUDA to have it measured"
         )
@@ -50,7 +50,7 @@ def has_pytorch() -> bool:
 
 def main(argv: list[str] | None = None) -> int:
     """Print the tables; returns the exit status."""
-    parser = cli.Parser(__doc__, prog="python -m numbagpt.bench")
+    parser = flags.Parser(__doc__, prog="python -m numbagpt.bench")
     parser.section("what is measured")
     # no choices: argparse would complain of the value of a flag it does not know
     parser.add_argument(
@@ -61,9 +61,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.flag("--sequence_length", number, 1024, "T")
     parser.choice("--precision", ("auto", *PRECISIONS), "(default: bf16 if the GPU has it)")
     parser.choice("--attention", ("auto", *ATTENTIONS), "(default: flash if the GPU has it)")
-    parser.flag("--recompute", cli.number(int, 0, 2), 0, "see train.py")
+    parser.flag("--recompute", flags.number(int, 0, 2), 0, "see train.py")
     parser.text("--only", "kernels whose name holds this (default: all)")
-    parser.flag("--peer", cli.number(int, 0, 1), 1, "0: without PyTorch, even if it is installed")
+    parser.flag("--peer", flags.number(int, 0, 1), 1, "0: without PyTorch, even if it is installed")
     options = parser.parse_args(argv)
     if options.part not in PARTS:
         parser.error(f"there is no {options.part!r} to measure; expected one of {', '.join(PARTS)}")

@@ -18,9 +18,9 @@ from the CUDA compiler package, turns PTX into machine code and reports.
 if __name__ == "__main__":  # before the imports, so that Ctrl-C is answered while they last
     import sys
 
-    from numbagpt import cli
+    from numbagpt import program
 
-    sys.exit(cli.run_module("numbagpt.gpu.offline"))
+    sys.exit(program.run_module("numbagpt.gpu.offline"))
 
 import importlib
 import pkgutil
@@ -40,7 +40,7 @@ from numba.core.typing.templates import Signature
 from numba.cuda import dispatcher
 
 import numbagpt.ops
-from numbagpt import cli
+from numbagpt import flags
 from numbagpt.errors import UserError
 from numbagpt.gpu.kernel import Kernel, all_kernels, stores_bf16
 
@@ -173,7 +173,7 @@ def table(name: str = "") -> Iterator[str]:
 
 def main(argv: list[str] | None = None) -> int:
     """Print the table; returns the exit status."""
-    parser = cli.Parser(__doc__, prog="python -m numbagpt.gpu.offline")
+    parser = flags.Parser(__doc__, prog="python -m numbagpt.gpu.offline")
     parser.add_argument("name", nargs="?", default="", help="part of a kernel's name")
     for line in table(parser.parse_args(argv).name):
         print(line, flush=True)

@@ -1,4 +1,4 @@
-"""How the programs answer signals and the system's refusals, and values that look like flags."""
+"""How the programs answer signals and the system's refusals."""
 
 import errno
 import os
@@ -9,7 +9,7 @@ import sys
 import pytest
 from programs import ROOT
 
-from numbagpt import cli
+from numbagpt import program
 
 # Takes the place of NumPy: a signal comes while it is imported, and the extension module that is
 # being loaded makes another error of it, as NumPy's do.
@@ -32,14 +32,14 @@ PROGRAMS = {
 }
 
 
-def while_it_loads(program, sent, tmp_path):
+def while_it_loads(name, sent, tmp_path):
     """What a program that gets a signal while it loads returns and prints."""
     modules, folder = tmp_path / "modules", tmp_path / "folder"
     modules.mkdir()
     folder.mkdir()
     (modules / "numpy.py").write_text(INTERRUPTED_NUMPY.format(sent))
     ended = subprocess.run(
-        [sys.executable, *map(str, PROGRAMS[program])],
+        [sys.executable, *map(str, PROGRAMS[name])],
         cwd=folder,
         env=os.environ | {"PYTHONPATH": f"{modules}{os.pathsep}{ROOT}"},
         capture_output=True,
@@ -51,20 +51,20 @@ def while_it_loads(program, sent, tmp_path):
     return ended.returncode, ended.stdout, ended.stderr
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_ctrl_c_while_a_program_loads_is_answered_in_one_line(program, tmp_path):
-    assert while_it_loads(program, "SIGINT", tmp_path) == (130, "", "interrupted\n")
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_ctrl_c_while_a_program_loads_is_answered_in_one_line(name, tmp_path):
+    assert while_it_loads(name, "SIGINT", tmp_path) == (130, "", "interrupted\n")
 
 
-@pytest.mark.parametrize("program", ["train", "data"])
-def test_sigterm_while_a_program_loads_is_answered_in_one_line(program, tmp_path):
-    assert while_it_loads(program, "SIGTERM", tmp_path) == (143, "", "terminated\n")
+@pytest.mark.parametrize("name", ["train", "data"])
+def test_sigterm_while_a_program_loads_is_answered_in_one_line(name, tmp_path):
+    assert while_it_loads(name, "SIGTERM", tmp_path) == (143, "", "terminated\n")
 
 
 # The first signal comes when the first shard has begun, the second when it is about to be removed.
 TERMINATED_DATA = """
 import os, signal, sys, tempfile
-from numbagpt import cli, data
+from numbagpt import data, program
 
 def write_files(files, writer, args):
     writer.write("train", data.np.zeros(3, data.np.uint16))
@@ -77,7 +77,7 @@ def cleanup(folder, remove=tempfile.TemporaryDirectory.cleanup):
 
 data.write_files = write_files
 tempfile.TemporaryDirectory.cleanup = cleanup
-sys.exit(cli.run_program(lambda: data.main(["a.txt", "--output_dir", "out"])))
+sys.exit(program.run(lambda: data.main(["a.txt", "--output_dir", "out"])))
 """
 
 
@@ -103,15 +103,15 @@ def ctrl_c():
 
 def test_the_first_ctrl_c_asks_for_a_stop_and_the_second_stops(capfd):
     before = signal.getsignal(signal.SIGINT)
-    with cli.Interrupt("stopping") as interrupt:
+    with program.Interrupt("stopping") as interrupt:
         items = interrupt.watch("abc")
         assert next(items) == "a"
         interrupt.check()
         ctrl_c()
         assert capfd.readouterr() == ("", "stopping\n")
-        with pytest.raises(cli.Stopped):
+        with pytest.raises(program.Stopped):
             next(items)
-        with pytest.raises(cli.Stopped) as stopped:
+        with pytest.raises(program.Stopped) as stopped:
             interrupt.check()
         assert stopped.value.status == 130
         with pytest.raises(KeyboardInterrupt):
@@ -119,54 +119,54 @@ def test_the_first_ctrl_c_asks_for_a_stop_and_the_second_stops(capfd):
     assert signal.getsignal(signal.SIGINT) is before
 
 
-@pytest.mark.parametrize("second", cli.STOP_SIGNALS)
+@pytest.mark.parametrize("second", program.STOP_SIGNALS)
 def test_a_second_signal_does_not_disturb_the_clean_up(second, monkeypatch, capfd):
     seconds = [100.0]
-    monkeypatch.setattr(cli.time, "monotonic", lambda: seconds[0])
+    monkeypatch.setattr(program.time, "monotonic", lambda: seconds[0])
     done = []
 
-    def program():
+    def main():
         try:
             ctrl_c()
         finally:
-            seconds[0] += cli.CLEAN_UP_SECONDS - 0.1
+            seconds[0] += program.CLEAN_UP_SECONDS - 0.1
             os.kill(os.getpid(), second)
             done.append("cleaned up")
 
-    assert cli.run_program(program) == 130
+    assert program.run(main) == 130
     assert done == ["cleaned up"]
     assert capfd.readouterr() == ("", "interrupted\n")
 
 
 def test_a_signal_that_was_lost_can_be_sent_again(monkeypatch, capfd):
     seconds = [100.0]
-    monkeypatch.setattr(cli.time, "monotonic", lambda: seconds[0])
+    monkeypatch.setattr(program.time, "monotonic", lambda: seconds[0])
 
-    def program():
+    def main():
         with pytest.raises(KeyboardInterrupt):
             ctrl_c()
         ctrl_c()
-        seconds[0] += cli.CLEAN_UP_SECONDS
+        seconds[0] += program.CLEAN_UP_SECONDS
         os.kill(os.getpid(), signal.SIGTERM)
         pytest.fail("it was not answered")
 
-    assert cli.run_program(program) == 143
+    assert program.run(main) == 143
     assert capfd.readouterr() == ("", "terminated\n")
 
 
-@pytest.mark.parametrize("number", cli.STOP_SIGNALS)
+@pytest.mark.parametrize("number", program.STOP_SIGNALS)
 def test_a_signal_that_is_ignored_stays_so(number, capfd):
     before = signal.signal(number, signal.SIG_IGN)
 
-    def program():
-        with cli.loading(), cli.Interrupt("stopping") as interrupt:
+    def main():
+        with program.loading(), program.Interrupt("stopping") as interrupt:
             os.kill(os.getpid(), number)
             interrupt.check()
         assert signal.getsignal(number) is signal.SIG_IGN
         return 0
 
     try:
-        assert cli.run_program(program) == 0
+        assert program.run(main) == 0
         assert signal.getsignal(number) is signal.SIG_IGN
     finally:
         signal.signal(number, before)
@@ -174,31 +174,17 @@ def test_a_signal_that_is_ignored_stays_so(number, capfd):
 
 
 def test_a_program_leaves_the_handlers_as_they_were():
-    before = [signal.getsignal(number) for number in cli.STOP_SIGNALS]
+    before = [signal.getsignal(number) for number in program.STOP_SIGNALS]
     within = []
-    assert cli.run_program(lambda: within.append(signal.getsignal(signal.SIGTERM)) or 0) == 0
+    assert program.run(lambda: within.append(signal.getsignal(signal.SIGTERM)) or 0) == 0
     assert within[0] not in (signal.SIG_DFL, signal.SIG_IGN)
-    assert [signal.getsignal(number) for number in cli.STOP_SIGNALS] == before
-
-
-def test_a_value_that_looks_like_a_flag(capsys):
-    parser = cli.Parser("")
-    parser.section("what is tested")
-    parser.text("--prompt", "what to go on from")
-    with pytest.raises(SystemExit) as ended:
-        parser.parse_args(["--prompt", "-x"])
-    assert ended.value.code == 2
-    assert capsys.readouterr().err == (
-        "error: argument --prompt: expected one argument; write --flag=-x for a value that begins "
-        "with - (--help lists the flags)\n"
-    )
-    assert parser.parse_args(["--prompt=-x"]).prompt == "-x"
+    assert [signal.getsignal(number) for number in program.STOP_SIGNALS] == before
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full, a disk that is full")
-@pytest.mark.parametrize("program", ["train", "data", "bench"])
-def test_help_that_cannot_be_written(program):
-    arguments = [*map(str, PROGRAMS[program]), "--help"]
+@pytest.mark.parametrize("name", ["train", "data", "bench"])
+def test_help_that_cannot_be_written(name):
+    arguments = [*map(str, PROGRAMS[name]), "--help"]
     with open("/dev/full", "w") as full:
         ended = subprocess.run(
             [sys.executable, *arguments],
@@ -223,27 +209,11 @@ def test_help_that_cannot_be_written(program):
     ],
 )
 def test_the_output_is_blamed_for_what_a_write_can_answer(error, expected, monkeypatch, capsys):
-    def program():
+    def main():
         raise error
 
     discarded = []
-    monkeypatch.setattr(cli, "_discard_output", lambda: discarded.append(True))
-    assert cli.run_program(program) == 1
+    monkeypatch.setattr(program, "_discard_output", lambda: discarded.append(True))
+    assert program.run(main) == 1
     assert capsys.readouterr() == ("", f"error: {expected}\n")
     assert bool(discarded) == expected.startswith("cannot write")
-
-
-def test_the_device_flags_are_there_before_anything_heavy_is_loaded():
-    program = (
-        "import sys\n"
-        "from numbagpt import cli\n"
-        "parser = cli.Parser('')\n"
-        "cli.add_device_flags(parser)\n"
-        "chosen = parser.parse_args('--precision bf16 --attention materialized'.split())\n"
-        "print(chosen.device, chosen.precision, chosen.attention, chosen.graph, chosen.seed)\n"
-        "print({'numpy', 'numba', 'tiktoken'} & sys.modules.keys() or 'light')\n"
-    )
-    ended = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert (ended.stdout, ended.stderr) == ("auto bf16 materialized 1 42\nlight\n", "")
