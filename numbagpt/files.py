@@ -128,20 +128,22 @@ def no_empty_folders(path: str | os.PathLike) -> Iterator[None]:
 def output_folder(path: str | os.PathLike) -> Iterator[bool]:
     """Make the folder, prove it writable, lock it; remove what was made if nothing came to be in.
 
+    If it is locked, what an earlier program was killed while writing, part of a model, is removed.
+
     Yields whether it is locked, as `locked` does. Raises UserError if it cannot be made or written
     to, or if another program holds it.
     """
     with no_empty_folders(path):
         check_writable_folder(path)
         with locked(path) as held:
+            if held:  # else a program that still runs may be writing it
+                _remove_leftovers(path)
             yield held
 
 
 @contextlib.contextmanager
 def locked(folder: str | os.PathLike) -> Iterator[bool]:
     """Keep a folder, which exists, to this program for the block; yields whether it is locked.
-
-    What an earlier program that held it was killed while writing, part of a model, is removed.
 
     The folder itself is locked, no file in it, and by the kernel, which lets go when the process
     ends, however it ends. It stops only those who ask for the lock as well. Where there are no such
@@ -164,9 +166,6 @@ def locked(folder: str | os.PathLike) -> Iterator[bool]:
                     "its end or name another folder"
                 ) from error
             held = True
-            for path in Path(folder).iterdir():
-                if _LEFTOVER.fullmatch(path.name):
-                    path.unlink()
         yield held
 
 
@@ -256,6 +255,14 @@ def _probe(folder: str | os.PathLike) -> None:
     # is removed
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".writable-", buffering=0) as probe:
         probe.write(b"\0")
+
+
+def _remove_leftovers(folder: str | os.PathLike) -> None:
+    """Remove what _LEFTOVER names, or as much of it as the system lets go: no run depends on it."""
+    with contextlib.suppress(OSError):
+        for path in Path(folder).iterdir():
+            if _LEFTOVER.fullmatch(path.name):
+                path.unlink()
 
 
 def _sync(descriptor: int) -> None:

@@ -447,7 +447,7 @@ def test_a_folder_is_locked_for_one_at_a_time(tmp_path):
         assert names(tmp_path) == []
 
 
-def test_who_locks_a_folder_removes_what_was_left_of_models(tmp_path):
+def test_what_was_left_of_models_is_removed_from_an_output_folder(tmp_path):
     models = ("model_00000001.bin", "model_100000000.bin", "model.safetensors", "config.json")
     for name in (*models, "a_train_000000.bin"):
         killed_while_writing(tmp_path / name)
@@ -464,7 +464,7 @@ def test_who_locks_a_folder_removes_what_was_left_of_models(tmp_path):
     for name in kept:
         (tmp_path / name).touch()
     assert len(names(tmp_path)) == 5 + len(kept)
-    with locked(tmp_path):
+    with output_folder(tmp_path):
         # shards are written to folders that others may have locked
         (shard,) = set(names(tmp_path)) - set(kept)
     assert re.fullmatch(r"\.a_train_000000\.bin\.[0-9a-f]{8}\.tmp", shard)
@@ -485,13 +485,15 @@ def test_a_lock_does_not_outlive_a_process_that_is_killed(tmp_path):
 
 
 @pytest.mark.parametrize("refusal", [errno.ENOLCK, errno.EBADF, errno.EOPNOTSUPP, errno.EACCES])
-def test_where_there_are_no_locks_nobody_is_stopped(tmp_path, monkeypatch, refusal):
+def test_without_locks_nobody_is_stopped_and_nothing_removed(tmp_path, monkeypatch, refusal):
     def flock(descriptor, operation):
         raise OSError(refusal, os.strerror(refusal))
 
     fcntl = pytest.importorskip("fcntl")
     monkeypatch.setattr(fcntl, "flock", flock)
     before = len(os.listdir("/dev/fd"))
-    with locked(tmp_path), locked(tmp_path):
-        pass
+    (tmp_path / ".config.json.deadbeef.tmp").touch()  # maybe of a program that still writes it
+    with output_folder(tmp_path) as held, locked(tmp_path):
+        assert not held
+        assert names(tmp_path) == [".config.json.deadbeef.tmp"]
     assert len(os.listdir("/dev/fd")) == before
