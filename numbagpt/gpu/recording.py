@@ -1,6 +1,8 @@
 """What a Python function launches, recorded by the driver as a graph instead of being run."""
 
-from collections.abc import Callable
+import contextlib
+import gc
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from cuda.bindings import driver
@@ -26,8 +28,9 @@ def record(fn: Callable[[], Any]) -> driver.CUgraph:
     Raises GraphError saying what could not be captured; a UserError from fn passes through.
     """
     recording = stream.new_stream()
-    # Numba frees device memory when Python drops an array; a free would spoil the capture.
-    with cuda.defer_cleanup():
+    # What is freed on the way would spoil the capture. Numba frees device memory when Python drops
+    # an array; the collector drops what it finds, such as the graph of a model no longer used.
+    with cuda.defer_cleanup(), _collector_off():
         check(driver.cuStreamBeginCapture(recording.handle, _MODE))
         try:
             with stream.use(recording):
@@ -38,6 +41,18 @@ def record(fn: Callable[[], Any]) -> driver.CUgraph:
                 raise
             raise GraphError(f"capturing a CUDA graph failed: {error}; {_RULES}") from error
         return check(driver.cuStreamEndCapture(recording.handle))
+
+
+@contextlib.contextmanager
+def _collector_off() -> Iterator[None]:
+    """Inside the block, Python's garbage collector does not run by itself."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def _abandon(recording: stream.Stream) -> None:

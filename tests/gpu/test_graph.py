@@ -1,6 +1,8 @@
 """Capture and replay: what is done when a capture fails, and graphs on the GPU."""
 
 import contextlib
+import gc
+import weakref
 from types import SimpleNamespace
 
 import numpy as np
@@ -112,6 +114,50 @@ def test_a_capture_inside_a_capture_is_refused(fake):
     assert stream.current().name == "work"
 
 
+@pytest.fixture
+def eager_collector():
+    """Python's garbage collector, run after every few objects."""
+    before = gc.get_threshold()
+    gc.set_threshold(5)
+    yield
+    gc.set_threshold(*before)
+
+
+def drop_in_a_cycle(garbage: list) -> None:
+    """Leave an object to the collector, and give it reason to run."""
+    cycle = [garbage.pop()]
+    cycle.append(cycle)
+    del cycle
+    assert len([[] for _ in range(1000)]) == 1000
+
+
+def test_garbage_is_collected_after_a_capture(fake, eager_collector):
+    garbage = [graph.capture(lambda: None)]
+    assert gc.isenabled()
+    captured = graph.capture(lambda: drop_in_a_cycle(garbage))
+    assert gc.isenabled()
+    gc.collect()
+    assert fake.calls.count("cuGraphExecDestroy") == 1
+    second_end = len(fake.calls) - fake.calls[::-1].index("cuStreamEndCapture")
+    assert fake.calls.index("cuGraphExecDestroy") >= second_end
+    del captured
+
+
+def test_a_collector_that_is_off_stays_off(fake):
+    gc.disable()
+    try:
+        graph.capture(lambda: None)
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+def test_the_collector_is_on_again_after_a_failed_capture(fake):
+    with pytest.raises(recording.GraphError):
+        graph.capture(lambda: 1 / 0)
+    assert gc.isenabled()
+
+
 def test_a_failing_launch_says_why(fake):
     captured = graph.capture(lambda: None)
     fake.status["cuGraphLaunch"] = driver.CUresult.CUDA_ERROR_ILLEGAL_ADDRESS
@@ -165,6 +211,25 @@ def test_replays_equal_eager_runs_bit_for_bit():
     captured = graph.capture(step)
     assert (step.total.copy_to_host() == eager).all(), "capturing must not run the step"
     np.testing.assert_array_equal(step.run(captured.launch), eager)
+
+
+@pytest.mark.gpu
+def test_graphs_that_are_garbage_do_not_spoil_a_capture(eager_collector):
+    step = Step()
+    eager = step.run(step)
+    garbage = [graph.capture(step)]
+    dropped = weakref.ref(garbage[0])
+
+    def step_with_garbage():
+        step()
+        if garbage:
+            drop_in_a_cycle(garbage)
+            assert dropped() is not None
+
+    captured = graph.capture(step_with_garbage)
+    np.testing.assert_array_equal(step.run(captured.launch), eager)
+    gc.collect()
+    assert dropped() is None
 
 
 @pytest.mark.gpu
