@@ -8,6 +8,7 @@ A model asks its device for buffers and calls `device.ops.layernorm_forward(...)
 which of the three it is on.
 """
 
+import gc
 from collections.abc import Callable
 from importlib import import_module
 from types import SimpleNamespace
@@ -110,6 +111,7 @@ class HostDevice:
 
     def free_memory(self) -> int | None:
         """Bytes that can still be had, or None where that is not known."""
+        gc.collect()  # a model that is no longer used may be garbage: its functions refer to it
         return host_memory.free_memory()
 
 
@@ -244,6 +246,9 @@ class CudaDevice:
         """Bytes of GPU memory that can still be had for a model's buffers."""
         from numba import cuda
 
+        from numbagpt.gpu import runtime
+
+        runtime.free_dropped_memory()
         return max(0, cuda.current_context().get_memory_info().free - RESERVED_BYTES)
 
 

@@ -1,5 +1,8 @@
 """Free main memory on machines and in containers of every kind: files as Linux writes them."""
 
+import weakref
+
+import numpy as np
 import pytest
 
 from numbagpt.device import HostDevice
@@ -77,3 +80,12 @@ def test_where_it_is_not_known(system, tmp_path):
 def test_of_this_machine():
     free = HostDevice("cpu").free_memory()
     assert free is None or free > 0
+
+
+def test_what_a_dropped_model_took_is_asked_for_first():
+    cycle = [np.zeros(4)]
+    cycle.append(cycle)
+    array = weakref.ref(cycle[0])
+    del cycle
+    HostDevice("cpu").free_memory()
+    assert array() is None

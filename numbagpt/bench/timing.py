@@ -7,7 +7,6 @@ kernel would find in cache what in training it has to fetch from memory.
 """
 
 import functools
-import gc
 from collections.abc import Callable
 from itertools import cycle, islice
 from typing import TypeVar
@@ -20,6 +19,7 @@ from numbagpt.gpu import stream
 from numbagpt.gpu.autotune import elapsed_seconds
 from numbagpt.gpu.graph import capture
 from numbagpt.gpu.kernel import ceil_div, kernel
+from numbagpt.gpu.runtime import free_dropped_memory
 from numbagpt.gpu.vec import MAX_WIDTH, load, store, width
 
 # Several times the L2 cache of the largest GPUs (H200: 60 MB).
@@ -46,9 +46,7 @@ def measure(measurement: Callable[[], Result]) -> Result | None:
         if not _ran_out_of_memory(error):
             raise
         result = None
-    gc.collect()
-    # Numba gives arrays back some time after Python drops them, which PyTorch does not wait for.
-    cuda.current_context().memory_manager.deallocations.clear()
+    free_dropped_memory()
     return result
 
 

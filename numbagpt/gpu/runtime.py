@@ -9,6 +9,7 @@ Whether the GPU has room for one more program shows only when a CUDA context is 
 import atexit
 import contextlib
 import functools
+import gc
 import hashlib
 import os
 import platform
@@ -66,6 +67,16 @@ def gpu_info() -> GPUInfo:
     return GPUInfo(
         device.name, _compute_capability(), memory.total, memory.free, device.MULTIPROCESSOR_COUNT
     )
+
+
+def free_dropped_memory() -> None:
+    """Free the memory of arrays that nothing refers to any more.
+
+    The collector gets to those in reference cycles, as of a model with its graphs, some day. Numba
+    then frees when it needs memory itself: too late for PyTorch, and for whoever asks what is free.
+    """
+    gc.collect()
+    cuda.current_context().memory_manager.deallocations.clear()
 
 
 @functools.cache

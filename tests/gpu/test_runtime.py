@@ -4,11 +4,13 @@ import os
 import shutil
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import numba
 import pytest
 from cuda.bindings import driver
+from numba import cuda
 from numba.core import config
 
 from numbagpt import cache
@@ -376,3 +378,19 @@ def test_gpu_info_on_the_gpu():
     assert info.name in report
     assert "can use CUDA         yes" in report
     assert "unknown" not in report
+
+
+@pytest.mark.gpu
+def test_dropped_arrays_are_freed_before_free_memory_is_measured():
+    device = select_device("cuda")[0]
+    cycle = [device.zeros(1 << 20)]
+    cycle.append(cycle)
+    array = weakref.ref(cycle[0])
+    pending = cuda.current_context().memory_manager.deallocations
+    del cycle
+    with cuda.defer_cleanup():
+        device.zeros(1 << 20)
+        assert len(pending) > 0
+    assert device.free_memory() > 0
+    assert array() is None
+    assert len(pending) == 0
