@@ -29,7 +29,10 @@ MATMUL_WEIGHTS = ("wte", "qkvw", "attprojw", "fcw", "fcprojw")
 
 
 class GPT2(ModelState):
-    """The computation over a ModelState, made like it. Methods queue work on the device."""
+    """The computation over a ModelState, made like it. Methods queue work on the device.
+
+    Each pass that multiplies sets the device's precision first: another model may have another.
+    """
 
     def __init__(self, *arguments, **options) -> None:
         super().__init__(*arguments, **options)
@@ -41,6 +44,7 @@ class GPT2(ModelState):
     def _transformer(self) -> None:
         """inputs → acts.lnf: everything up to the last layernorm."""
         ops, weights, acts = self.ops, self.weights, self.acts
+        self.device.set_precision(self.precision)
         ops.encoder_forward(acts.encoded, self.inputs, weights.wte, weights.wpe)
         ops.layernorm_forward(*self._normed(0), acts.encoded, *self._norm(0))
         residual = acts.encoded
@@ -184,6 +188,7 @@ class GPT2(ModelState):
     def _logits(self, rows: slice) -> object:
         """Queue lnf → logits for these rows; (rows, Vp), the start of acts.output."""
         Vp, n = self.config.padded_vocab_size, rows.stop - rows.start
+        self.device.set_precision(self.precision)
         logits = self.acts.output[: n * Vp].reshape((n, Vp))
         self.ops.matmul_forward(logits, self._rows(self.acts.lnf, rows), self.weights.wte, None)
         return logits
@@ -200,6 +205,7 @@ class GPT2(ModelState):
             self.acts,
             self.dacts,
         )
+        self.device.set_precision(self.precision)
         L = self.config.num_layers
         dbt4c, dresidual = dacts.bt4c, dacts.residual3
         # acts.lnf has served in `forward`: the layers use it for their (B, T, C)

@@ -117,7 +117,7 @@ class ModelState:
         self.attention, self.recompute = self.plan.attention, recompute
         self.transpose_pays = transpose_pays(precision, device.compute_capability)
         device.check_precision(precision)
-        device.set_precision(precision)
+        self.precision = precision
         self._check_memory()
 
         self.shapes = parameter_shapes(config)

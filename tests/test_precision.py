@@ -48,6 +48,57 @@ def test_tf32_loss_and_gradients(oracle: tuple) -> None:
     assert {name: error for name, error in errors.items() if not error < 2e-3} == {}
 
 
+class PrecisionNotingDevice(HostDevice):
+    """Notes the precision that is set whenever matrices are multiplied."""
+
+    def __init__(self) -> None:
+        super().__init__("cpu")
+        self.seen: list[str] = []
+        for name in ("matmul_forward", "matmul_backward", "matmul_gelu_forward"):
+            setattr(self.ops, name, self.noting(getattr(self.ops, name)))
+
+    def noting(self, multiply):
+        def noted(*arguments, **options):
+            self.seen.append(self.precision)
+            multiply(*arguments, **options)
+
+        return noted
+
+    def check_precision(self, precision: str) -> None:
+        """All are welcome."""
+
+    def set_precision(self, precision: str) -> None:
+        self.precision = precision
+
+
+def test_models_of_two_precisions_each_multiply_in_their_own() -> None:
+    device = PrecisionNotingDevice()
+    model, other = (
+        make_model(SMALL, 1, T, device, precision=precision, attention="materialized")
+        for precision in ("fp32", "tf32")
+    )
+    model.set_batch(BATCH)
+    for work in (model.forward, model.backward, lambda: model._logits(slice(0, T)), model.logits):
+        other.logits()
+        device.seen.clear()
+        work()
+        assert set(device.seen) == {"fp32"}
+
+
+@pytest.mark.gpu
+def test_a_model_in_tf32_leaves_one_in_fp32_as_it_is() -> None:
+    exact = model_on("cuda", precision="fp32")
+    loss, gradients = loss_and_gradients(exact, BATCH)
+    rounded = model_on("cuda", precision="tf32", attention="materialized")
+    rounded_loss, rounded_gradients = loss_and_gradients(rounded, BATCH)
+    again, gradients_again = loss_and_gradients(exact, BATCH)
+    assert again == loss
+    for name, gradient in gradients.items():
+        np.testing.assert_array_equal(gradients_again[name], gradient, err_msg=name)
+    assert (rounded_gradients["qkvw"] != gradients["qkvw"]).any()
+    assert abs(rounded_loss - loss) < 1e-3 * loss
+
+
 @pytest.mark.gpu
 def test_flash_and_materialized_attention_agree() -> None:
     flash, materialized = (
