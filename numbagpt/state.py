@@ -171,13 +171,15 @@ class ModelState:
             inputs, targets = (self._batch[i * n : (i + 1) * n].reshape((b, t)) for i in (0, 1))
             runs = self._batch[2 * n : 3 * n], self._batch[3 * n : 4 * n + 1]
             self._views[b, t] = acts, dacts, inputs, targets, runs
-        self.acts, self.dacts, self.inputs, self.targets, self._runs = self._views[b, t]
+        views = acts, dacts, *_ = self._views[b, t]
         if self.attention == "materialized":
             # another layout left values where the upper triangles lie, which nobody writes
-            for layer in self.acts.layers if self.training else self.acts.layers[:1]:
+            for layer in acts.layers if self.training else acts.layers[:1]:
                 self.device.clear(layer.att)
             if self.training:
-                self.device.clear(self.dacts.preatt)
+                self.device.clear(dacts.preatt)
+        # last, or an interrupted call would leave a layout that only seems to be cleared
+        self.acts, self.dacts, self.inputs, self.targets, self._runs = views
 
     @property
     def batch_elements(self) -> int:

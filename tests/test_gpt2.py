@@ -134,6 +134,25 @@ def test_sampling_between_steps_leaves_training_as_it_was() -> None:
         np.testing.assert_array_equal(gradient, expected[1][name], err_msg=name)
 
 
+def test_an_interrupted_change_of_the_batch_shape_leaves_nothing_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Under the simulator, whose kernels leave the upper triangles of attention as they are."""
+    model = make_model(TINY, 2, 5, HostDevice("sim"), training=False)
+    expected = model.next_token_logits([1, 2, 3])
+    model.set_batch(pack_batch(*random_batch(TINY, 2, 5, 5)))
+    model.forward(with_gradient=False)
+
+    def interrupted(array: np.ndarray) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(model.device, "clear", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            model.next_token_logits([1, 2, 3])
+    np.testing.assert_array_equal(model.next_token_logits([1, 2, 3]), expected)
+
+
 def test_context_keeps_the_last_tokens() -> None:
     model = make_model(TINY, 1, 16, training=False)
     tokens = random_batch(TINY, 1, 40, 3)[0][0].tolist()
