@@ -193,11 +193,16 @@ class ModelState:
         self.device.upload(self._batch, batch)
 
     def load_parameters(self, parameters: dict[str, np.ndarray]) -> None:
-        """Copy the 16 tensors, shaped as parameter_shapes says, into the model as float32."""
+        """Copy the 16 tensors, shaped as parameter_shapes says, into the model as float32.
+
+        Raises KeyError for one that is not there, ValueError for one of another shape; the model
+        then stays as it was.
+        """
         for name, shape in self.shapes.items():
+            if parameters[name].shape != shape:
+                raise ValueError(f"{name} has shape {parameters[name].shape}, expected {shape}")
+        for name in self.shapes:
             values = np.ascontiguousarray(parameters[name], self.device.real)
-            if values.shape != shape:
-                raise ValueError(f"{name} has shape {values.shape}, expected {shape}")
             self.device.upload(self.params[name], values)
             if self.weights is not self.params:
                 self.device.upload(self.weights[name], float32_to_bf16(values))

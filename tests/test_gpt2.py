@@ -161,6 +161,27 @@ def test_context_keeps_the_last_tokens() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("damage", "error", "message"),
+    [
+        (lambda tensors: tensors.pop("lnfw"), KeyError, "lnfw"),
+        (
+            lambda tensors: tensors.update(wpe=tensors["wpe"][:32]),
+            ValueError,
+            r"wpe has shape \(32, 36\), expected \(64, 36\)",
+        ),
+    ],
+)
+def test_parameters_that_do_not_fit_change_nothing(damage, error: type, message: str) -> None:
+    model = make_model(TINY, 1, 16, training=False)
+    before, others = model.parameters(), scaled_parameters(TINY, 2)
+    damage(others)
+    with pytest.raises(error, match=message):
+        model.load_parameters(others)
+    for name, values in model.parameters().items():
+        np.testing.assert_array_equal(values, before[name], err_msg=name)
+
+
 def test_sequence_longer_than_the_context_is_refused() -> None:
     with pytest.raises(UserError, match="longest context is 64"):
         GPT2(TINY, HostDevice("cpu"), 1, 65)
