@@ -187,7 +187,15 @@ class ModelState:
         return 4 * self.B * self.T + 1
 
     def set_batch(self, batch: np.ndarray) -> None:
-        """Queue the copy of a batch that pack_batch laid out; it must not change until then."""
+        """Queue the copy of a batch that pack_batch laid out; it must not change until then.
+
+        Raises ValueError for one of another shape or type.
+        """
+        if batch.shape != (self.batch_elements,) or batch.dtype != np.int32:
+            raise ValueError(
+                f"a batch of {batch.shape} {batch.dtype}; expected ({self.batch_elements},) int32: "
+                f"inputs and targets of B={self.B} by T={self.T}, int32, packed by pack_batch"
+            )
         if self.inputs.shape != (self.B, self.T):
             self._select(self.B, self.T)
         self.device.upload(self._batch, batch)

@@ -80,6 +80,21 @@ def test_matches_pytorch(T: int) -> None:
         assert relative_error(gradient, expected[name]) < 1e-9, name
 
 
+@pytest.mark.parametrize(
+    ("batch", "found"),
+    [
+        (pack_batch(*random_batch(TINY, 1, 37, 5)), r"\(149,\) int32"),
+        (pack_batch(*random_batch(TINY, 3, 37, 5)), r"\(445,\) int32"),
+        (BATCH.astype(np.int64), r"\(297,\) int64"),
+        (random_batch(TINY, 2, 37, 5)[0], r"\(2, 37\) int32"),
+    ],
+)
+def test_a_batch_that_is_not_the_models_is_refused(batch: np.ndarray, found: str) -> None:
+    """The copy to a GPU takes as many bytes as the batch has."""
+    with pytest.raises(ValueError, match=rf"{found}; expected \(297,\) int32: .* B=2 by T=37"):
+        make_model(TINY, 2, 37).set_batch(batch)
+
+
 def test_padded_vocabulary_gets_no_gradient(oracle: tuple) -> None:
     assert not oracle[1]["wte"][TINY.vocab_size :].any()
 
