@@ -10,6 +10,7 @@ from numbagpt.device import Device
 from numbagpt.errors import OutOfMemory, UserError
 from numbagpt.gpu.vec import float32_to_bf16
 from numbagpt.memory import MIB, MemoryPlan
+from numbagpt.modes import ATTENTIONS, PRECISIONS
 from numbagpt.ops.encoder import token_runs
 from numbagpt.ops.flash_attention import supports
 from numbagpt.ops.matmul import transpose_pays
@@ -42,8 +43,15 @@ def plan_model(
     attention   "flash" or "materialized"; None takes flash where precision and device have it
     recompute   see MemoryPlan
 
-    Raises UserError if T exceeds config.max_seq_len, or the attention asked for is not there.
+    Raises UserError if T exceeds config.max_seq_len, or the precision or the attention asked for is
+    not there.
     """
+    for what, name, names in (
+        ("precision", precision, PRECISIONS),
+        ("attention", attention, (None, *ATTENTIONS)),
+    ):
+        if name not in names:
+            raise UserError(f"{what} is {name!r}; expected one of {', '.join(map(str, names))}")
     if T > config.max_seq_len:
         raise UserError(
             f"sequence length is {T}; this model's longest context is {config.max_seq_len}: "

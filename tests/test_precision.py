@@ -203,6 +203,12 @@ def test_the_precision_is_chosen_by_shape_and_device() -> None:
             {"precision": "bf16"},
             "no flash attention in bf16 for heads of 24 channels",
         ),
+        (SMALL, {"precision": "fp16"}, "precision is 'fp16'; expected one of fp32, tf32, bf16"),
+        (
+            SMALL,
+            {"attention": "materialised"},
+            "attention is 'materialised'; expected one of None, flash, materialized",
+        ),
     ],
 )
 def test_what_does_not_go_together_is_refused(
