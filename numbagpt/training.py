@@ -55,6 +55,9 @@ class Trainer:
     grad_clip            largest global norm of the gradients; 0 clips nothing
 
     A step whose norm is not finite leaves parameters and moments as they were.
+
+    AdamW's moments lie in the model: they start from zero here, and a trainer that was made for
+    the model before takes no more steps, but raises RuntimeError.
     """
 
     def __init__(
@@ -84,7 +87,9 @@ class Trainer:
         self._slots = [_Slot(device, self._enqueue_update) for _ in range(2)]
         self._pending: deque[_Slot] = deque()
         self._mark_batch, self._wait_for_batch = device.marker()
-        model.mean_loss = self._stats[:1]
+        for moment in model.moments:
+            device.clear(moment.memory)
+        self._mean_loss = model.mean_loss = self._stats[:1]
         # the first batch of a step writes gradients and loss, the others add to them
         self._micro_steps = [
             device.replayable(partial(self._enqueue_micro_step, accumulate))
@@ -122,6 +127,7 @@ class Trainer:
         """
         if len(self._pending) == len(self._slots):
             raise RuntimeError("two steps are in flight: read() a result before the next step")
+        self._check_newest()
         slot = self._slots[self.steps % len(self._slots)]
         for i, batch in zip(range(self._accumulation_steps), batches, strict=True):
             if i > 1:
@@ -141,6 +147,14 @@ class Trainer:
         slot.mark_end()
         self._pending.append(slot)
 
+    def _check_newest(self) -> None:
+        """Raise RuntimeError if the model has a newer trainer, which then has its moments too."""
+        if self.model.mean_loss is not self._mean_loss:
+            raise RuntimeError(
+                "the model has a newer Trainer, which has taken over its loss and AdamW's moments; "
+                "use that one, or make another"
+            )
+
     def read(self, in_flight: int = 0) -> Iterator[StepResult]:
         """Results of the oldest steps, waiting for them, until only `in_flight` are unread."""
         while len(self._pending) > in_flight:
@@ -154,6 +168,7 @@ class Trainer:
         """Mean loss over packed batches; changes neither parameters nor gradients."""
         model, device = self.model, self.model.device
         count, batch = 0, None
+        self._check_newest()
         device.clear(model.mean_loss)
         for following in batches:  # made while the device works on the batch before
             device.synchronize()

@@ -132,6 +132,40 @@ def test_a_step_that_is_not_finite_changes_no_parameter(device) -> None:
         np.testing.assert_array_equal(values, parameters[name], err_msg=name)
 
 
+@on_device
+def test_a_second_trainer_of_a_model_starts_afresh(device) -> None:
+    """As one of a new model with the same parameters does, graphs of the first or not."""
+    batches = packed_batches(TINY, B, T, range(8))
+    model, other = (make_model(TINY, B, T, device()) for _ in range(2))
+    train(model, batches, 4)
+    other.load_parameters(model.parameters())
+    assert train(model, batches[4:], 4) == train(other, batches[4:], 4)
+    for name, values in other.parameters().items():
+        np.testing.assert_array_equal(model.parameters()[name], values, err_msg=name)
+
+
+@on_device
+def test_a_trainer_of_a_model_that_has_a_newer_one_is_refused(device) -> None:
+    batches = packed_batches(TINY, B, T, range(2))
+    model = make_model(TINY, B, T, device())
+    first = Trainer(model)
+    first.step(batches[:1], 1e-3)
+    second = Trainer(model)
+    before = model.parameters()
+    for use in (lambda: first.step(batches[1:], 1e-3), lambda: first.evaluate(batches)):
+        with pytest.raises(RuntimeError, match="the model has a newer Trainer"):
+            use()
+    for name, values in model.parameters().items():
+        np.testing.assert_array_equal(values, before[name], err_msg=name)
+    (result,) = first.read()  # what it did before can still be read
+    np.testing.assert_allclose(
+        result.loss, loss_and_gradients(make_model(TINY, B, T), batches[0])[0], rtol=1e-5
+    )
+    np.testing.assert_allclose(
+        second.evaluate(batches[1:]), loss_and_gradients(model, batches[1])[0], rtol=1e-5
+    )
+
+
 def test_a_third_step_in_flight_is_refused() -> None:
     trainer = Trainer(make_model(TINY, B, T))
     batches = packed_batches(TINY, B, T, range(1))
