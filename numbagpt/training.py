@@ -124,6 +124,8 @@ class Trainer:
         """Queue one optimizer step on accumulation_steps packed batches.
 
         If `batches` raises, the step is given up: parameters, moments and `steps` stay as they are.
+        So it is if anything else interrupts it, although where that is the update itself, on a CPU,
+        parameters and moments may be new in part.
         """
         if len(self._pending) == len(self._slots):
             raise RuntimeError("two steps are in flight: read() a result before the next step")
@@ -137,15 +139,12 @@ class Trainer:
             slot.batches.append(batch)  # keeps the buffer from the pool until it was copied
             self.model.set_batch(batch)
             self._micro_steps[i > 0]()
-        self.steps += 1
-        slot.hyper[:] = (
-            learning_rate,
-            1.0 - self.beta1**self.steps,
-            1.0 - self.beta2**self.steps,
-        )
+        t = self.steps + 1
+        slot.hyper[:] = learning_rate, 1.0 - self.beta1**t, 1.0 - self.beta2**t
         slot.update()
         slot.mark_end()
         self._pending.append(slot)
+        self.steps = t
 
     def _check_newest(self) -> None:
         """Raise RuntimeError if the model has a newer trainer, which then has its moments too."""
@@ -158,10 +157,11 @@ class Trainer:
     def read(self, in_flight: int = 0) -> Iterator[StepResult]:
         """Results of the oldest steps, waiting for them, until only `in_flight` are unread."""
         while len(self._pending) > in_flight:
-            slot = self._pending.popleft()
-            slot.wait()
+            slot = self._pending[0]
+            slot.wait()  # if this is interrupted, the result can still be read
             slot.batches.clear()
             loss, grad_norm = map(float, slot.stats)
+            self._pending.popleft()
             yield StepResult(loss, grad_norm)
 
     def evaluate(self, batches: Iterable[np.ndarray]) -> float:

@@ -206,6 +206,55 @@ def test_a_step_whose_batches_end_early_was_never_taken(device) -> None:
         np.testing.assert_array_equal(parameters_after[name], values, err_msg=name)
 
 
+class InterruptedDevice(HostDevice):
+    """The wait for a step's end, or the update of one tensor, is interrupted where a test says."""
+
+    def __init__(self) -> None:
+        super().__init__("cpu")
+        self.interrupted = ""
+        self.ops.adamw_update = self.interruptible("update", self.ops.adamw_update)
+
+    def interruptible(self, name: str, function):
+        def call(*arguments, **options):
+            if self.interrupted == name:
+                self.interrupted = ""
+                raise KeyboardInterrupt
+            return function(*arguments, **options)
+
+        return call
+
+    def marker(self):
+        return (lambda: None), self.interruptible("wait", lambda: None)
+
+
+def test_an_interrupted_update_is_no_step() -> None:
+    batches = packed_batches(TINY, B, T, range(3))
+    trainer = Trainer(make_model(TINY, B, T, InterruptedDevice()))
+    expected = train(make_model(TINY, B, T), batches, 3)
+    trainer.step(batches[:1], 1e-3)
+    trainer.model.device.interrupted = "update"  # of the first tensor: nothing is new yet
+    with pytest.raises(KeyboardInterrupt):
+        trainer.step(batches[1:2], 1e-3)
+    assert trainer.steps == 1
+    results = []
+    for i in (1, 2):
+        trainer.step(batches[i : i + 1], 1e-3)
+        results += trainer.read(in_flight=1)
+    assert results + list(trainer.read()) == expected
+    assert trainer.steps == 3
+
+
+def test_an_interrupted_read_loses_no_result() -> None:
+    batches = packed_batches(TINY, B, T, range(2))
+    trainer = Trainer(make_model(TINY, B, T, InterruptedDevice()))
+    for batch in batches:
+        trainer.step([batch], 1e-3)
+    trainer.model.device.interrupted = "wait"
+    with pytest.raises(KeyboardInterrupt):
+        list(trainer.read())
+    assert list(trainer.read()) == train(make_model(TINY, B, T), batches, 2)
+
+
 def loader_of_random_tokens(folder) -> TokenLoader:
     path = folder / "tokens.bin"
     if not path.exists():
