@@ -70,10 +70,15 @@ class Trainer:
         weight_decay: float = 0.0,
         grad_clip: float = 1.0,
     ) -> None:
+        """Raises ValueError for a model that was made for inference."""
+        if not model.training:
+            raise ValueError(
+                "the model was made with training=False, without room for gradients; expected one "
+                "made with training=True"
+            )
         device = model.device
         self.model = model
         self.steps = 0
-        self.beta1, self.beta2 = beta1, beta2
         self._accumulation_steps = accumulation_steps
         self._constants = beta1, beta2, eps, weight_decay
         self._grad_clip = grad_clip
@@ -140,7 +145,8 @@ class Trainer:
             self.model.set_batch(batch)
             self._micro_steps[i > 0]()
         t = self.steps + 1
-        slot.hyper[:] = learning_rate, 1.0 - self.beta1**t, 1.0 - self.beta2**t
+        beta1, beta2, *_ = self._constants
+        slot.hyper[:] = learning_rate, 1.0 - beta1**t, 1.0 - beta2**t
         slot.update()
         slot.mark_end()
         self._pending.append(slot)
@@ -165,7 +171,10 @@ class Trainer:
             yield StepResult(loss, grad_norm)
 
     def evaluate(self, batches: Iterable[np.ndarray]) -> float:
-        """Mean loss over packed batches; changes neither parameters nor gradients."""
+        """Mean loss over packed batches; changes neither parameters nor gradients.
+
+        Not to be called while a step takes its batches. Raises ValueError if there are none.
+        """
         model, device = self.model, self.model.device
         count, batch = 0, None
         self._check_newest()
@@ -176,4 +185,6 @@ class Trainer:
             model.set_batch(batch)
             self._validate()
             count += 1
+        if count == 0:
+            raise ValueError("evaluate: no batches; expected one at least; is an iterator used up?")
         return float(device.to_host(model.mean_loss)[0]) / count

@@ -166,6 +166,16 @@ def test_a_trainer_of_a_model_that_has_a_newer_one_is_refused(device) -> None:
     )
 
 
+def test_what_a_trainer_cannot_work_with_is_refused() -> None:
+    with pytest.raises(ValueError, match="made with training=False"):
+        Trainer(make_model(TINY, B, T, training=False))
+    trainer = Trainer(make_model(TINY, B, T))
+    batches = iter(packed_batches(TINY, B, T, range(2)))
+    trainer.evaluate(batches)
+    with pytest.raises(ValueError, match=r"evaluate: no batches; .* is an iterator used up"):
+        trainer.evaluate(batches)
+
+
 def test_a_third_step_in_flight_is_refused() -> None:
     trainer = Trainer(make_model(TINY, B, T))
     batches = packed_batches(TINY, B, T, range(1))
