@@ -79,20 +79,29 @@ def free_dropped_memory() -> None:
     cuda.current_context().memory_manager.deallocations.clear()
 
 
-@functools.cache
 def gpu_problem() -> str | None:
     """One line that says why CUDA cannot be used here and what to do; None if it can be used.
 
     Never raises. On a machine with no NVIDIA driver it touches nothing but the library search.
     """
     try:
-        return _find_problem()
+        _check_gpu()
+    except UserError as error:
+        return str(error)
     except Exception as error:
         return f"CUDA cannot be used: {type(error).__name__}: {_first_line(error)}"
+    return None
+
+
+@functools.cache
+def _check_gpu() -> None:
+    """Raise UserError if there is a problem, which the user may mend; that there is none stays."""
+    if problem := _find_problem():
+        raise UserError(problem)
 
 
 def _find_problem() -> str | None:
-    """gpu_problem() without its cache; the first thing that is wrong, from the bottom up."""
+    """gpu_problem() without its memory; the first thing that is wrong, from the bottom up."""
     if config.DISABLE_CUDA:
         return "CUDA is switched off by NUMBA_DISABLE_CUDA; unset it to use the GPU"
     if config.ENABLE_CUDASIM:

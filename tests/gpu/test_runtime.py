@@ -1,5 +1,6 @@
 """What is said about the machine, on machines of every kind, and where kernels are cached."""
 
+import functools
 import os
 import shutil
 import subprocess
@@ -159,12 +160,30 @@ def test_driver_version(monkeypatch, answer, expected):
     assert runtime._driver_cuda_version() == expected
 
 
+@pytest.fixture
+def first_look(monkeypatch):
+    """Nobody has asked yet whether the GPU can be used."""
+    unasked = functools.cache(runtime._check_gpu.__wrapped__)
+    monkeypatch.setattr(runtime, "_check_gpu", unasked)
+
+
+@pytest.mark.usefixtures("first_look")
 def test_gpu_problem_never_raises(monkeypatch):
     def broken():
         raise OSError("libnvrtc.so:\nbad magic")
 
     monkeypatch.setattr(runtime, "_find_problem", broken)
-    assert runtime.gpu_problem.__wrapped__() == "CUDA cannot be used: OSError: libnvrtc.so:"
+    assert runtime.gpu_problem() == "CUDA cannot be used: OSError: libnvrtc.so:"
+
+
+@pytest.mark.usefixtures("first_look")
+def test_a_problem_that_was_mended_is_none_any_more(machine):
+    machine.has(retain_context="CUDA_ERROR_OUT_OF_MEMORY")
+    assert "its memory is full" in runtime.gpu_problem()
+    machine.has(retain_context="CUDA_SUCCESS")
+    assert runtime.gpu_problem() is None
+    machine.has(retain_context="never asked again")
+    assert runtime.gpu_problem() is None
 
 
 def test_gpu_info_needs_a_gpu(monkeypatch):
