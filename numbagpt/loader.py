@@ -10,6 +10,7 @@ import glob
 import os
 import queue
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -132,7 +133,8 @@ class Prefetcher:
     depth     batches kept ready
 
     The sequence is the loader's. An error in the thread is raised by next_batch, after the batches
-    before it. Use it in a with statement, or call close.
+    before it. Use it in a with statement, or call close. One that is dropped ends its thread too,
+    for which the thread knows the queues alone: what prepare refers to may be a model.
     """
 
     def __init__(
@@ -141,27 +143,35 @@ class Prefetcher:
         prepare: Callable[[np.ndarray, np.ndarray], Any] | None = None,
         depth: int = 2,
     ) -> None:
-        self._loader = loader
-        self._prepare = prepare or (lambda inputs, targets: (inputs, targets))
         self._error: BaseException | None = None
-        self._stop = threading.Event()
-        self._ready: queue.Queue = queue.Queue(depth)
-        self._thread = threading.Thread(target=self._run, name="prefetch", daemon=True)
+        # Simple queues, since the collector may drop a prefetcher while its thread uses them.
+        self._ready: queue.SimpleQueue = queue.SimpleQueue()
+        self._wanted: queue.SimpleQueue = queue.SimpleQueue()
+        for _ in range(depth + 1):  # one is in the making
+            self._wanted.put(True)
+        stop = threading.Event()
+        self._end = weakref.finalize(self, _end, stop, self._wanted)
+        prepare = prepare or (lambda inputs, targets: (inputs, targets))
+        self._thread = threading.Thread(
+            target=_make_ready,
+            args=(loader, prepare, self._wanted, self._ready, stop),
+            name="prefetch",
+            daemon=True,
+        )
         self._thread.start()
 
     def next_batch(self) -> Any:
         """The next batch, (inputs, targets) or what prepare made of them."""
         if self._error is None:
             batch, self._error = self._ready.get()
+            self._wanted.put(True)
         if self._error is not None:
             raise self._error
         return batch
 
     def close(self) -> None:
         """End the thread. Can be called twice."""
-        self._stop.set()
-        while not self._ready.empty():
-            self._ready.get()
+        self._end()
         self._thread.join()
         self._error = self._error or RuntimeError("this Prefetcher is closed")
 
@@ -171,10 +181,26 @@ class Prefetcher:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _run(self) -> None:
-        while not self._stop.is_set():
-            try:
-                self._ready.put((self._prepare(*self._loader.next_batch()), None))
-            except BaseException as error:
-                self._ready.put((None, error))
-                return
+
+def _make_ready(
+    loader: TokenLoader,
+    prepare: Callable[[np.ndarray, np.ndarray], Any],
+    wanted: queue.SimpleQueue,
+    ready: queue.SimpleQueue,
+    stop: threading.Event,
+) -> None:
+    """Put a batch into `ready` for each item of `wanted`, until there is a stop or an error."""
+    while True:
+        wanted.get()
+        if stop.is_set():
+            return
+        try:
+            ready.put((prepare(*loader.next_batch()), None))
+        except BaseException as error:
+            ready.put((None, error))
+            return
+
+
+def _end(stop: threading.Event, wanted: queue.SimpleQueue) -> None:
+    stop.set()
+    wanted.put(True)  # wakes the thread

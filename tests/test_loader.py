@@ -4,6 +4,7 @@ import errno
 import os
 import resource
 import threading
+import weakref
 
 import numpy as np
 import pytest
@@ -320,6 +321,22 @@ def test_close_ends_the_thread(tmp_path):
     assert threading.active_count() == before - 1
     with pytest.raises(RuntimeError, match="closed"):
         prefetcher.next_batch()
+
+
+def test_a_prefetcher_that_is_dropped_keeps_nothing(tmp_path):
+    class Packer:
+        def pack(self, inputs, targets):
+            return inputs
+
+    packer = Packer()
+    dropped = weakref.ref(packer)
+    _, prefetcher = both(tmp_path, prepare=packer.pack)
+    prefetcher.next_batch()
+    thread = prefetcher._thread
+    del packer, prefetcher
+    thread.join(timeout=10)
+    assert not thread.is_alive()
+    assert dropped() is None
 
 
 def test_many_short_lives_leave_no_thread(tmp_path):
