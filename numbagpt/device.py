@@ -226,7 +226,8 @@ class CudaDevice:
                 state.append(None)
                 return
             if state[0] is None:
-                state[0] = capture(enqueue)
+                state.pop()  # after a capture that fails, `enqueue` is run once more
+                state.append(capture(enqueue))
             state[0].launch()
 
         return replay

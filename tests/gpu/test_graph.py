@@ -10,6 +10,7 @@ import pytest
 from cuda.bindings import driver
 from numba import cuda, float32, int64, void
 
+from numbagpt.device import CudaDevice
 from numbagpt.errors import UserError
 from numbagpt.gpu import blas, graph, memset, recording, stream
 from numbagpt.gpu.kernel import kernel
@@ -112,6 +113,30 @@ def test_a_capture_inside_a_capture_is_refused(fake):
     with pytest.raises(recording.GraphError, match="in use already"):
         graph.capture(lambda: graph.capture(lambda: None))
     assert stream.current().name == "work"
+
+
+@pytest.mark.parametrize("error", [RuntimeError("an algorithm is not chosen"), KeyboardInterrupt()])
+def test_work_whose_capture_failed_is_run_and_captured_again(fake, error):
+    """What the capture lacked is there after one more run."""
+    device = CudaDevice.__new__(CudaDevice)  # without looking for a GPU
+    device.use_graphs = True
+    done = []
+
+    def work():
+        done.append(stream.current().name)
+        if len(done) == 2:
+            raise error
+
+    replay = device.replayable(work)
+    replay()
+    with pytest.raises((recording.GraphError, KeyboardInterrupt)):
+        replay()
+    replay()
+    assert "cuGraphLaunch" not in fake.calls
+    for _ in range(2):
+        replay()
+    assert done == ["work", "recording", "work", "recording"]
+    assert fake.calls.count("cuGraphLaunch") == 2
 
 
 @pytest.fixture
