@@ -133,7 +133,6 @@ def run_kernel(
             f"{function.__name__}: launch of {grid} blocks of {block} threads; expected 1 to "
             f"{MAX_GRID} blocks and 1 to {MAX_BLOCK} threads, {MAX_THREADS} at most in all"
         )
-    kernel = rebind(function)
     arg_names = function.__code__.co_varnames
     args = tuple(
         checked_argument(value, name) if isinstance(value, np.ndarray) else _number(value)
@@ -144,7 +143,7 @@ def run_kernel(
         if here.block is not None:
             raise SimulatorError(f"{function.__name__}: launched from inside a kernel")
         here.gridDim, here.blockDim = grid, block
-        workers = Workers(kernel, args)
+        workers = Workers(rebind(function), args)
         try:
             for number, here.blockIdx in enumerate(_indices(grid)):
                 Block(workers, threads, shared_bytes, backwards=number % 2 == 1).run()

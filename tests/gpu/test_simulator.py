@@ -5,12 +5,14 @@ import io
 import math
 import pdb
 import sys
+import threading
 
 import numpy as np
 import pytest
 from numba import boolean, cuda, float32, int32, int64, uint16, uint32, uint64
 from numba.cuda.extending import intrinsic
 
+from numbagpt.gpu import simulator
 from numbagpt.gpu.simulator import register_meaning, run_kernel, warp_operation
 
 FULL = 0xFFFFFFFF
@@ -29,6 +31,32 @@ def random(*shape):
 def unwritten(n, dtype=np.float32):
     """NaN, or the largest value of an integer type."""
     return np.full(n, np.nan if np.issubdtype(dtype, np.floating) else np.iinfo(dtype).max, dtype)
+
+
+def test_two_python_threads_may_run_a_kernel_at_once(monkeypatch):
+    def half_kernel(out, inp):
+        i = cuda.grid(1)
+        out[i] = HALF * inp[i]
+
+    begun, go_on = threading.Event(), threading.Event()
+    simulated = simulator._simulated
+
+    def wait_and_look_up(value):
+        begun.set()
+        go_on.wait(10)
+        return simulated(value)
+
+    monkeypatch.setattr(simulator, "_simulated", wait_and_look_up)
+    inp, outs = random(32), [unwritten(32), unwritten(32)]
+    threads = [threading.Thread(target=run, args=(half_kernel, 1, 32, o, inp)) for o in outs]
+    threads[0].start()
+    assert begun.wait(10)
+    threads[1].start()
+    threads[1].join(0.1)  # it waits for the other, which is still getting the kernel ready
+    go_on.set()
+    for thread, out in zip(threads, outs, strict=True):
+        thread.join()
+        np.testing.assert_array_equal(out, HALF * inp)
 
 
 # ---- warp operations -----------------------------------------------------------------------------
