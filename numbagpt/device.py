@@ -116,7 +116,11 @@ class HostDevice:
 
 
 class CudaDevice:
-    """Device arrays on the current GPU; all work is queued on one stream."""
+    """Device arrays on the current GPU; all work is queued on one stream, by one thread.
+
+    All models of a process share that stream, cuBLASLt's plans and the precision of products: a
+    second thread may pack batches, but not call a model, not even another one.
+    """
 
     name = "cuda"
     real = np.float32
