@@ -99,6 +99,51 @@ def test_a_model_in_tf32_leaves_one_in_fp32_as_it_is() -> None:
     assert abs(rounded_loss - loss) < 1e-3 * loss
 
 
+class TrainingRun:
+    """A model that trains, validates and samples in turn, some of it as graphs on a GPU."""
+
+    def __init__(self, place: str, precision: str, B: int, T: int, accumulation: int) -> None:
+        device = select_device(place)[0]
+        self.model = make_model(SMALL, B, T, device, precision=precision)
+        self.trainer = Trainer(self.model, accumulation)
+        batches = [pack_batch(*random_batch(SMALL, B, T, seed)) for seed in range(accumulation)]
+        self.batches, self.seen = batches, []
+
+    def turn(self) -> None:
+        self.trainer.step(self.batches, 1e-3)
+        self.seen.append(self.model.next_token_logits([1, 2, 3]).tolist())
+        self.seen.append(self.trainer.evaluate(self.batches[:1]))
+        self.seen += self.trainer.read()
+
+
+@pytest.mark.parametrize(
+    ("place", "precisions"),
+    [
+        ("cpu", ("fp32", "fp32")),
+        pytest.param("cuda", ("fp32", "bf16"), marks=[pytest.mark.gpu, pytest.mark.ampere]),
+        pytest.param("cuda", ("tf32", "bf16"), marks=[pytest.mark.gpu, pytest.mark.ampere]),
+    ],
+)
+def test_models_that_take_turns_change_no_bit(place: str, precisions: tuple) -> None:
+    """Neither while both are there, nor when one was dropped and another made in its place."""
+    shapes = [(place, precisions[0], 2, 37, 1), (place, precisions[1], 1, 64, 2)]
+    alone = []
+    for shape in shapes:
+        run = TrainingRun(*shape)
+        for _ in range(6):
+            run.turn()
+        alone.append(run.seen)
+    first, second = (TrainingRun(*shape) for shape in shapes)
+    for i in range(6):
+        first.turn()
+        second.turn()
+        if i == 2:
+            assert second.seen == alone[1][: len(second.seen)]
+            second = TrainingRun(*shapes[1])
+    assert first.seen == alone[0]
+    assert second.seen == alone[1][: len(second.seen)]
+
+
 @pytest.mark.gpu
 def test_flash_and_materialized_attention_agree() -> None:
     flash, materialized = (
