@@ -116,10 +116,10 @@ class HostDevice:
 
 
 class CudaDevice:
-    """Device arrays on the current GPU; all work is queued on one stream, by one thread.
+    """Device arrays on the current GPU; all work is queued on one stream, by one thread at a time.
 
     All models of a process share that stream, cuBLASLt's plans and the precision of products: a
-    second thread may pack batches, but not call a model, not even another one.
+    second thread may pack batches meanwhile, but not call a model, not even another one.
     """
 
     name = "cuda"

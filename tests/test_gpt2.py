@@ -1,8 +1,11 @@
 """The whole model: its gradients against finite differences, its kernels against its references."""
 
+import threading
+
 import numpy as np
 import pytest
 from check import relative_error
+from device_fixtures import on_device
 from models import TINY, loss_and_gradients, make_model, random_batch, scaled_parameters
 
 from numbagpt.config import GPT2Config
@@ -147,6 +150,21 @@ def test_sampling_between_steps_leaves_training_as_it_was() -> None:
     assert loss == expected[0]
     for name, gradient in gradients.items():
         np.testing.assert_array_equal(gradient, expected[1][name], err_msg=name)
+
+
+@on_device
+def test_another_thread_may_sample(device) -> None:
+    model = make_model(TINY, 1, 16, device(), training=False)
+    expected = [model.next_token_logits([1, 2, 3]).tolist() for _ in range(2)]
+    found = []
+
+    def sample() -> None:
+        found.extend(model.next_token_logits([1, 2, 3]).tolist() for _ in range(2))
+
+    thread = threading.Thread(target=sample)
+    thread.start()
+    thread.join()
+    assert found == expected
 
 
 def test_an_interrupted_change_of_the_batch_shape_leaves_nothing_behind(

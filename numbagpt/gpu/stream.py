@@ -10,6 +10,7 @@ here later waits for the copy. So plain Numba copies are always in order with th
 
 import contextlib
 import functools
+import threading
 from collections.abc import Iterator
 
 from cuda.core import Device, Stream, StreamOptions
@@ -26,9 +27,16 @@ def new_stream() -> Stream:
     return device.create_stream(options=StreamOptions(nonblocking=False))
 
 
-@functools.cache
+_shared = functools.cache(new_stream)
+_thread = threading.local()
+
+
 def _default() -> Stream:
-    return new_stream()
+    if not hasattr(_thread, "context"):
+        # The driver takes calls only from threads that have the GPU's context, which the thread
+        # that made the model has from Numba.
+        _thread.context = cuda.current_context()
+    return _shared()
 
 
 def current() -> Stream:

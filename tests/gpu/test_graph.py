@@ -1,7 +1,9 @@
 """Capture and replay: what is done when a capture fails, and graphs on the GPU."""
 
 import contextlib
+import functools
 import gc
+import threading
 import weakref
 from types import SimpleNamespace
 
@@ -188,6 +190,26 @@ def test_a_failing_launch_says_why(fake):
     fake.status["cuGraphLaunch"] = driver.CUresult.CUDA_ERROR_ILLEGAL_ADDRESS
     with pytest.raises(recording.GraphError, match=r"CUDA_ERROR_ILLEGAL_ADDRESS$"):
         captured.launch()
+
+
+def test_every_thread_takes_the_context_once_and_the_same_stream(monkeypatch):
+    streams, attached = [], []
+    monkeypatch.setattr(stream, "_shared", functools.cache(object))
+    monkeypatch.setattr(stream, "_thread", threading.local())
+    monkeypatch.setattr(
+        stream.cuda, "current_context", lambda: attached.append(threading.get_ident())
+    )
+
+    def take_twice():
+        streams.extend([stream.current(), stream.current()])
+
+    take_twice()
+    other = threading.Thread(target=take_twice)
+    other.start()
+    other.join()
+    assert len(streams) == 4
+    assert len(set(streams)) == 1
+    assert attached == [threading.get_ident(), other.ident]
 
 
 # --- on the GPU ---
