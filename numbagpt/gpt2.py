@@ -16,7 +16,7 @@ import numpy as np
 
 from numbagpt.gpu.profile import annotate
 from numbagpt.gpu.vec import bf16_to_float32
-from numbagpt.state import ModelState
+from numbagpt.state import ModelState, check_ids
 from numbagpt.tensors import DECAYED, LOGITS_ROWS
 from numbagpt.tokenizer import END_OF_TEXT
 
@@ -303,15 +303,19 @@ class GPT2(ModelState):
             )
 
     def next_token_logits(self, tokens: list[int]) -> np.ndarray:
-        """(V,) float32 logits of the token that follows; at most max T tokens of context count."""
-        tokens = tokens[-self.T :]
-        n = len(tokens)
+        """(V,) float32 logits of the token that follows; at most max T tokens of context count.
+
+        Raises ValueError if there are no tokens, or some that are not of the model's vocabulary.
+        """
+        ids = np.array(tokens[-self.T :])
+        check_ids(ids, self.config.vocab_size)
+        n = ids.size
         t = min(self.T, -(-n // CONTEXT_STEP) * CONTEXT_STEP)
         if self.inputs.shape != (1, t):
             self._select(1, t)
         # what follows the last token can't be seen by it: attention is causal
         padded = np.full((1, t), END_OF_TEXT % self.config.vocab_size, np.int32)
-        padded[0, :n] = tokens
+        padded[0, :n] = ids
         self.device.upload(self.inputs, padded)
         if t not in self._forward_passes:
             self._forward_passes[t] = self.device.replayable(self._transformer)

@@ -243,6 +243,19 @@ class ModelState:
         self.device.clear(self.mean_loss)
 
 
+def check_ids(ids: np.ndarray, vocab_size: int) -> None:
+    """Raise ValueError unless there are token ids and all are of the model's vocabulary.
+
+    A GPU would read, and in the backward pass write, beside its arrays.
+    """
+    if ids.size == 0 or not 0 <= ids.min() <= ids.max() < vocab_size:
+        found = f"{ids.min()} to {ids.max()}" if ids.size else "none"
+        raise ValueError(
+            f"token ids are {found}; expected 0 to {vocab_size - 1}, those of the model's "
+            "vocabulary; use the tokenizer the model was made for"
+        )
+
+
 def pack_batch(
     inputs: np.ndarray, targets: np.ndarray, out: np.ndarray | None = None
 ) -> np.ndarray:

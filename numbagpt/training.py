@@ -24,7 +24,7 @@ from numbagpt.gpt2 import GPT2
 from numbagpt.gpu.profile import annotate
 from numbagpt.ops.global_norm import global_norm_partials
 from numbagpt.pool import BufferPool
-from numbagpt.state import pack_batch
+from numbagpt.state import check_ids, pack_batch
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,10 @@ class Trainer:
         """A batch for `step` and `evaluate` (see state.pack_batch), in a buffer of the pool.
 
         Any thread may call it. The buffer is used again when nobody refers to the batch any more.
+        Raises ValueError for ids that are not of the model's vocabulary.
         """
+        for ids in (inputs, targets):
+            check_ids(ids, self.model.config.vocab_size)
         return pack_batch(inputs, targets, self._pool.take())
 
     def step(self, batches: Iterable[np.ndarray], learning_rate: float) -> None:

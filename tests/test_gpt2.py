@@ -186,6 +186,17 @@ def test_an_interrupted_change_of_the_batch_shape_leaves_nothing_behind(
     np.testing.assert_array_equal(model.next_token_logits([1, 2, 3]), expected)
 
 
+@pytest.mark.parametrize(
+    ("tokens", "found"), [([], "none"), ([1, 91], "1 to 91"), ([5, -1], "-1 to 5")]
+)
+def test_what_follows_tokens_that_the_model_does_not_know_is_not_told(
+    tokens: list[int], found: str
+) -> None:
+    model = make_model(TINY, 1, 16, training=False)
+    with pytest.raises(ValueError, match=f"token ids are {found}; expected 0 to 90"):
+        model.next_token_logits(tokens)
+
+
 def test_context_keeps_the_last_tokens() -> None:
     model = make_model(TINY, 1, 16, training=False)
     tokens = random_batch(TINY, 1, 40, 3)[0][0].tolist()

@@ -176,6 +176,16 @@ def test_what_a_trainer_cannot_work_with_is_refused() -> None:
         trainer.evaluate(batches)
 
 
+@pytest.mark.parametrize("bad", [TINY.vocab_size, -100])
+@pytest.mark.parametrize("which", [0, 1])
+def test_tokens_that_the_model_does_not_know_are_refused(which: int, bad: int) -> None:
+    """The data may be those of another model, or mark what is to be left out."""
+    batch = np.zeros((2, B, T), np.int32)
+    batch[which, 1, 3] = bad
+    with pytest.raises(ValueError, match=rf"token ids are .*{bad}.*; expected 0 to 90"):
+        Trainer(make_model(TINY, B, T)).pack(*batch)
+
+
 def test_a_third_step_in_flight_is_refused() -> None:
     trainer = Trainer(make_model(TINY, B, T))
     batches = packed_batches(TINY, B, T, range(1))
