@@ -33,8 +33,8 @@ _thread = threading.local()
 
 def _default() -> Stream:
     if not hasattr(_thread, "context"):
-        # The driver takes calls only from threads that have the GPU's context, which the thread
-        # that made the model has from Numba.
+        # The driver may refuse calls from a thread that does not have the GPU's context (580 does
+        # not). The thread that made the model has it from Numba.
         _thread.context = cuda.current_context()
     return _shared()
 
