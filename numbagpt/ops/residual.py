@@ -24,6 +24,8 @@ def residual_forward_reference(out: np.ndarray, inp1: np.ndarray, inp2: np.ndarr
     np.add(inp1, inp2, out=out)
 
 
+# Compiled for these arguments, with arrays of float32 or, as uint16, of bf16 (gpu/vec.py says why).
+# [::1] is an array of one dimension without gaps; void: nothing is returned.
 @kernel(
     void(float32[::1], float32[::1], float32[::1], int64),
     void(uint16[::1], uint16[::1], uint16[::1], int64),
@@ -32,11 +34,13 @@ def residual_forward_reference(out: np.ndarray, inp1: np.ndarray, inp2: np.ndarr
 def residual_forward_kernel(out, inp1, inp2, N):
     """out[i] = inp1[i] + inp2[i].
 
-    One thread per 16 bytes: consecutive threads touch consecutive vectors, so a warp's access is
-    one run of 512 bytes. Moves three arrays: 12 N bytes in float32.
+    One thread per 16 bytes: consecutive threads touch consecutive vectors, so the access of a warp,
+    32 consecutive threads that run together, is one run of 512 bytes. Moves three arrays: 12 N
+    bytes in float32.
     """
     a = cuda.local.array(MAX_WIDTH, float32)
     b = cuda.local.array(MAX_WIDTH, float32)
+    # cuda.grid(1): this thread's number in the whole grid, blockIdx.x * blockDim.x + threadIdx.x
     i = cuda.grid(1) * width(out)
     if i < N:
         load(a, inp1, i)
