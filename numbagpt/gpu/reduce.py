@@ -1,17 +1,20 @@
 """Sums and maxima over a warp or a block.
 
-A warp is 32 threads scheduled together; some may fall behind, so a shuffle waits for all that its
-mask names. A butterfly of shuffles adds up their values in five steps with no memory at all: first
-each lane adds the value of the lane 16 away, then 8, 4, 2, 1, and every lane ends with the total.
+A warp is 32 threads scheduled together. A lane is one of them, or its number in the warp. By a
+shuffle a lane reads a register of another lane. Some lanes may fall behind, so a shuffle waits for
+all that its mask names, a bit for each. A butterfly of shuffles adds up their values in five steps
+with no memory at all: first each lane adds the value of the lane 16 away, then 8, 4, 2, 1, and
+every lane ends with the total.
 
     lane     0    1    2    3   (a warp of four, to fit the page)
     value    a    b    c    d
     xor 2   a+c  b+d  c+a  d+b
     xor 1   a+b+c+d in every lane
 
-A block is up to 32 warps. Each warp reduces its own values, its first lane leaves the result in
-shared memory, and after a barrier every warp reduces those results the same way. The order of the
-additions is fixed by the lane numbers, so a rerun gives the same bits.
+A block is up to 32 warps. Each warp reduces its own values, and its first lane leaves the result in
+shared memory, a small fast store common to the threads of a block. After a barrier, where all
+threads of the block wait for each other (`syncthreads`), every warp reduces those results the same
+way. The order of the additions is fixed by the lane numbers, so a rerun gives the same bits.
 """
 
 from numba import cuda, float32
