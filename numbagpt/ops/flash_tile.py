@@ -5,18 +5,18 @@ Tiles and the swizzle
 A tile is some rows of Q, K, V or dO in shared memory. It is cut into chunks of 16 bytes (8 bf16 or
 4 float32): what one asynchronous copy brings, and what the tensor cores read at a time.
 
-Shared memory has 32 banks of 4 bytes. 128 bytes side by side are read at once, but two chunks 128
-bytes apart lie in the same banks: a bank conflict, and they are read one after the other. The
-tensor cores ask for the same chunk of 8 consecutive rows. With rows of 128 bytes stored plainly,
-those 8 chunks lie in the same banks and take 8 turns. So row r keeps its chunk c at place
-c ^ (r & 7), and the 8 chunks lie in 8 different places:
+128 bytes side by side, the 32 banks of shared memory, are read at once; two chunks 128 bytes apart
+lie in the same banks and are read one after the other (transpose.py). The tensor cores ask for the
+same chunk of 8 consecutive rows. With rows of 128 bytes stored plainly, those 8 chunks lie in the
+same banks and take 8 turns. So row r keeps its chunk c at place c ^ (r & 7), and the 8 chunks lie
+in 8 different places:
 
              place 0   1   2   3   4   5   6   7
     row 0      c = 0   1   2   3   4   5   6   7
     row 1          1   0   3   2   5   4   7   6
     row 2          2   3   0   1   6   7   4   5
     …
-    row 7          7   6   5   4   3   2   1   0        column 0 of 8 rows: one chunk in each place
+    row 7          7   6   5   4   3   2   1   0        chunk c = 0 of 8 rows: each in its own place
 
 This is the pattern that wgmma calls the 128-byte swizzle. It repeats every 8 rows.
 

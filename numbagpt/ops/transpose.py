@@ -10,8 +10,10 @@ Four numbers at a time are moved all the way. A thread reads a vector of four fr
 and turns these 4 x 4 numbers in its registers: then it holds a vector of each of four columns. In
 shared memory the columns lie one behind the other, a column being 16 chunks of four numbers.
 
-Neighbours in a warp write the same chunk of columns that are four apart, and 4 columns are 1024
-bytes: all of them would write to the same of the 32 banks, one after the other. So chunk i of
+Shared memory lies in 32 banks, 4 bytes in each in turn, so that addresses 128 bytes apart are in
+the same bank. Where the lanes of a warp want different numbers of one bank, they are served one
+after the other: a bank conflict. Here neighbours in a warp write the same chunk of columns that are
+four apart, and 4 columns are 1024 bytes: all of them would write to the same banks. So chunk i of
 column c lies at place i ^ (c / 4) of its column, and neighbours write to different banks.
 flash_tile.py draws such a swizzle.
 """
