@@ -114,9 +114,12 @@ def normalize_row(x, mean, rstd, weight, bias, w, b, C):
 def resident_blocks(C: int) -> int:
     """Blocks that a multiprocessor should hold: as many as it has registers for, and at most 6.
 
-    A lane needs registers for its part of the row, and 12 more for indices and sums. It also needs
-    as many as for its part of the row for weights: the compiler unrolls the loop of normalize_row,
-    and begins the loads of later vectors while it computes with the first.
+    While some of these resident blocks wait for memory, others compute. A block keeps its registers
+    and its shared memory until it ends, so these limit how many can be resident.
+
+    A lane needs a register for each value of its part of the row, as many again for weight and
+    bias, and 12 for indices and sums. Weight and bias take so many because the compiler unrolls the
+    loop of normalize_row, and begins the loads of later vectors while it computes with the first.
 
     6 blocks are 48 warps, the most that a multiprocessor of compute capability 8.6 or 8.9 holds.
     """
@@ -141,7 +144,8 @@ def forward_kernel(C: int) -> Kernel:
         Grid: one warp per row, ceil(N / WARPS) blocks. All loads of a row are under way before its
         first value is needed: at 768 channels 3 KB (float32) a warp, with 32 warps on a
         multiprocessor. Moves 8 N C bytes in float32, 4 N C in bf16; weight and bias stay in the
-        cache.
+        caches: each multiprocessor has a small one, and all share a larger one, the second-level
+        cache (L2).
         """
         x = cuda.local.array(VALUES, float32)
         vector = cuda.local.array(MAX_WIDTH, float32)
