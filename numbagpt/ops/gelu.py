@@ -14,9 +14,9 @@ The kernels use neither tanh nor cosh. (1 + tanh u)/2 is the logistic function o
 since 1 - tanh² u = (1 + tanh u)(1 - tanh u) = 4 s (1 - s). That is one exponential and one
 reciprocal, each a single instruction of the GPU's special function units, and s keeps its relative
 precision where tanh u is close to -1 and 1 + tanh u would cancel. The GPU does have a tanh
-instruction, but of 11 bits only. Its exponential is to base 2, so log2(e) is multiplied into the
-constants beforehand: in bf16, with 4 bytes to move for a value, every instruction counts, and
-math.exp, in a device function, which fastmath does not reach, takes seven more than exp2.
+instruction, but of 11 bits only. The exponential instruction is to base 2, so log2(e) is multiplied
+into the constants beforehand: in bf16, with 4 bytes to move for a value, every instruction counts,
+and math.exp, in a device function, which fastmath does not reach, takes seven more than exp2.
 
 The backward pass adds up its result's columns on the way: the matrix before the GELU has a bias,
 whose gradient they are, and to sum them later means to read that result, the widest of a layer's
@@ -45,8 +45,9 @@ from numbagpt.ops.column_sum import (
 )
 
 BLOCK = 256
-# Blocks of the backward pass that a multiprocessor holds at a time, and those of an H200's 132. A
-# constant, not asked of the GPU, so that the order of the additions is the same on all of them.
+# Blocks of the backward pass that a multiprocessor holds at a time, and those that the 132
+# multiprocessors of an H200 hold. A constant, not asked of the GPU, so that the order of the
+# additions is the same on all of them.
 BACKWARD_PER_MULTIPROCESSOR = 4
 BACKWARD_BLOCKS = 132 * BACKWARD_PER_MULTIPROCESSOR
 # Rows that a warp of the backward pass has on the way, and registers for a vector of each.
