@@ -1,17 +1,33 @@
 """The backward pass of flash attention with mma.sync; flash_mma.py says how the blocks work.
 
-Two kernels, as on Hopper, and for the reasons given in flash_wgmma_backward.py: every number of dq,
-dk and dv is summed by one warp, in order, at the price of computing S and dP twice.
+The maths of flash_attention.py once more, with S = q k^T and dS without the scale, since it is
+cheaper to multiply the results with it:
+
+    P  = exp(scale S - lse)            the probabilities again, cheaper than reading them
+    dP = dout v^T
+    dS = P * (dP - delta)              delta = sum over a row of dout * out
+    dq = scale dS k     dk = scale dS^T q     dv = P^T dout
+
+Sums over keys end up in dq, sums over queries in dk and dv. One kernel for both would have to add
+up one of the two across blocks, in no fixed order. So there are two, and every number of dq, dk and
+dv is summed by one warp, in order. The price is that each kernel computes S and dP for itself: 7
+products in place of 5.
 
     dq    a block per 64 queries, keys stream past:    S = q k^T, dP = dout v^T, dq += dS k
     dkv   a block per 64 keys, queries stream past:    S^T = k q^T, dP^T = v dout^T,
                                                        dv += P^T dout, dk += dS^T q
 
-A block's own rows are the left operand of the first two products. They stay in registers, as far as
-there are registers for them. P^T, dS and dS^T are results, and left operands as they stand.
+The second kernel works with transposed scores, since then P^T and dS^T leave a product in just
+those registers in which the next, P^T dout and dS^T q, wants its left operand (the fragments of
+flash_tile.py). Not transposed, they would be the left operand of nothing and have to go through
+shared memory. In the first kernel dS is a left operand as it stands.
 
-Rows from T on are zeros in shared memory, and so are their lse2 and delta. P may be 1 there, but dO
-is 0 and so is dP - delta. They add nothing to anything.
+A block's own rows are the left operand of the first two products. They stay in registers, as far as
+there are registers for them.
+
+Rows from T on are zeros in shared memory, and lse2 and delta of queries from T on are zero, in
+registers (dq) or in shared memory (dkv). P may be 1 there, but dO is 0 and so is dP - delta. They
+add nothing to anything.
 """
 
 from numba import cuda, float32, int32, int64, uint32, void

@@ -1,21 +1,7 @@
 """The backward pass of flash attention on Hopper; flash_wgmma.py says how the blocks work.
 
-The maths of flash_attention.py once more, with S = q k^T and dS without the scale, since it is
-cheaper to multiply the results with it:
-
-    P  = exp(scale S - lse)            the probabilities again, cheaper than reading them
-    dP = dout v^T
-    dS = P * (dP - delta)              delta = sum over a row of dout * out
-    dq = scale dS k     dk = scale dS^T q     dv = P^T dout
-
-Sums over keys end up in dq, sums over queries in dk and dv. One kernel for both would have to add
-up one of the two across blocks, in no fixed order. So there are two, and each computes S and dP for
-itself: 7 products in place of 5, and still faster than atomics.
-
-The second kernel works with transposed scores, S^T = k q^T and dP^T = v dout^T, since then P^T and
-dS^T leave a product in just those registers in which the next, P^T dout and dS^T q, wants its left
-operand (the fragments of flash_tile.py). Not transposed, they would be the left operand of nothing
-and have to go through shared memory.
+flash_mma_backward.py has the maths, and says why there are two kernels and why the second works
+with transposed scores. Their 7 products are still faster than 5 with atomics.
 """
 
 from numba import cuda, float32, int32, int64, uint16, void
