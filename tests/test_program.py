@@ -61,6 +61,36 @@ def test_sigterm_while_a_program_loads_is_answered_in_one_line(name, tmp_path):
     assert while_it_loads(name, "SIGTERM", tmp_path) == (143, "", "terminated\n")
 
 
+NUMBAS_SIMULATOR = "NUMBA_ENABLE_CUDASIM replaces CUDA; unset it (--device sim needs no variable)\n"
+
+
+def with_numbas_simulator(arguments, folder):
+    """What Python returns and prints where Numba's own simulator takes the place of CUDA."""
+    ended = subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "NUMBA_ENABLE_CUDASIM": "1"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    return ended.returncode, ended.stdout, ended.stderr
+
+
+@pytest.mark.parametrize("name", ["train", "sample", "bench", "offline"])
+def test_numbas_simulator_is_refused_in_one_line(name, tmp_path):
+    ended = with_numbas_simulator(PROGRAMS[name], tmp_path)
+    assert ended == (1, "", f"error: {NUMBAS_SIMULATOR}")
+    assert not list(tmp_path.iterdir())
+
+
+def test_numbas_simulator_is_refused_when_an_operation_is_imported(tmp_path):
+    status, _, stderr = with_numbas_simulator(["-c", "import numbagpt.ops.gelu"], tmp_path)
+    assert status == 1
+    assert stderr.endswith(f"numbagpt.errors.UserError: {NUMBAS_SIMULATOR}")
+
+
 # The first signal comes when the first shard has begun, the second when it is about to be removed.
 TERMINATED_DATA = """
 import os, signal, sys, tempfile

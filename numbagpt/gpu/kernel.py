@@ -23,11 +23,14 @@ from pathlib import Path
 import numpy as np
 from cuda.bindings import driver
 from numba import cuda
-from numba.core import types
+from numba.core import config, types
 from numba.core.typing.templates import Signature
 
 from numbagpt.errors import UserError
 from numbagpt.gpu import runtime, simulator, stream
+
+if config.ENABLE_CUDASIM:  # it has neither a compiler nor warps: no kernel could be declared
+    raise UserError(runtime.NUMBAS_SIMULATOR)
 
 # The compute capability that the conversion of float32 to bf16 came with.
 BF16_MINIMUM = (8, 0)

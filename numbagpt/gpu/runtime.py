@@ -41,6 +41,7 @@ PACKAGES = (
     "nvidia-cublas",
     "nvidia-cublas-cu12",
 )
+NUMBAS_SIMULATOR = "NUMBA_ENABLE_CUDASIM replaces CUDA; unset it (--device sim needs no variable)"
 _KEPT_KERNEL_CACHES = 8
 
 
@@ -105,7 +106,7 @@ def _find_problem() -> str | None:
     if config.DISABLE_CUDA:
         return "CUDA is switched off by NUMBA_DISABLE_CUDA; unset it to use the GPU"
     if config.ENABLE_CUDASIM:
-        return "NUMBA_ENABLE_CUDASIM replaces CUDA; unset it (--device sim needs no variable)"
+        return NUMBAS_SIMULATOR
     driver_cuda = _driver_cuda_version()
     if driver_cuda is None:
         return "no NVIDIA driver found; install one from https://www.nvidia.com/drivers"
