@@ -12,9 +12,9 @@ done.
 
 Which documents are for validation depends on their number alone, so that the same inputs always
 give the same shards. Document i, counted from 0, is one if ceil((i+1) F) > ceil(i F), where F is
---val_fraction (0.1: documents 0, 10, 20, …); or if i < --val_documents. A single text is cut
-instead: its last part, F of its characters from the next line on, is the validation document.
-F = 0: no validation.
+--val_fraction (0.1: documents 0, 10, 20, …); or if i < --val_documents. Empty ones do not count. A
+single document is cut by F instead: its last part, F of its characters from the next line on, is
+the validation document. F = 0: no validation.
 
 The name tinyshakespeare stands for that data set, fetched from the network, with the documents and
 the split of llm.c: the first 32,768 tokens are for validation.
@@ -45,7 +45,7 @@ import numpy as np
 from tqdm import tqdm
 
 from numbagpt import flags, tinyshakespeare
-from numbagpt.documents import Piece, find_files, is_json, read_pieces, without_gz
+from numbagpt.documents import Piece, find_files, read_pieces, without_gz
 from numbagpt.errors import UserError
 from numbagpt.files import file_size, shell_path
 from numbagpt.shard_writer import ShardWriter, open_shards
@@ -148,9 +148,12 @@ def run(args: argparse.Namespace) -> int:
                 "expected some; give files with text"
             )
         if "train" not in writer.num_tokens:
+            fix = "a smaller --val_fraction or, for no validation, --val_fraction 0"
+            if args.val_documents is not None:
+                fix = "a smaller --val_documents, or leave it out, to cut a single document in two"
             raise UserError(
-                "every document would be for validation, none to train on; "
-                "give more documents, or a smaller --val_documents or --val_fraction"
+                "all the text would be for validation, none is left to train on; give more "
+                f"documents, {fix}"
             )
     command = "python train.py"
     for split, flag in (("train", "--input_bin"), ("val", "--input_val_bin")):
@@ -184,8 +187,7 @@ def write_files(files: list[Path], writer: ShardWriter, args: argparse.Namespace
         pieces = chain.from_iterable(read_pieces(path, args.text_key, bar.update) for path in files)
         if args.val_documents is not None:
             parts = split_documents(pieces, lambda i: i < args.val_documents)
-        elif len(files) == 1 and not is_json(files[0]) and fraction:
-            length = sum(len(piece.text) for piece in read_pieces(files[0]))
+        elif fraction and (length := single_length(files, args.text_key)):
             parts = split_text(pieces, int(length * (1 - fraction)))
         else:
             parts = split_documents(
@@ -193,6 +195,20 @@ def write_files(files: list[Path], writer: ShardWriter, args: argparse.Namespace
             )
         for split, tokens in tokenize(parts, args.workers):
             writer.write(split, tokens)
+
+
+def single_length(files: list[Path], text_key: str) -> int | None:
+    """The characters of the only document in the files; None if there are more, or there is none.
+
+    Reads no further than to where the second begins.
+    """
+    documents, length = 0, 0
+    for piece in chain.from_iterable(read_pieces(path, text_key) for path in files):
+        documents += piece.first
+        if documents > 1:
+            return None
+        length += len(piece.text)
+    return length or None
 
 
 def split_documents(pieces: Iterable[Piece], is_val: Callable[[int], bool]) -> Iterator[Part]:

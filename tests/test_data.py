@@ -155,6 +155,29 @@ def test_a_single_text_is_cut_after_a_line(tmp_path, monkeypatch, name, block):
     assert abs(len(val) - len(train) / 3) < 16
 
 
+def test_a_single_document_is_cut_like_a_single_text(tmp_path):
+    lines = [f"This is line {i}.\n" for i in range(10)]
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "".join(lines)}) + '\n{"text": ""}\n')
+    (tmp_path / "a.txt").write_text("".join(lines))
+    (tmp_path / "empty.txt").write_text("")
+    for i, names in enumerate([["a.jsonl"], ["a.txt", "empty.txt"], ["empty.txt", "a.txt"]]):
+        out = tmp_path / str(i)
+        make(*(tmp_path / name for name in names), "--output_dir", out, "--name", "set")
+        assert split_of(out, "train", "set") == tokens_of("".join(lines[:9]))
+        assert split_of(out, "val", "set") == tokens_of(lines[9])
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
+def test_two_documents_are_not_cut(tmp_path, name):
+    (tmp_path / "a.txt").write_text("One.\nTwo.\n")
+    (tmp_path / "a.jsonl").write_text('{"text": "One.\\nTwo.\\n"}\n')
+    (tmp_path / "b.txt").write_text("Three.\nFour.\n")
+    inputs = (tmp_path / name, tmp_path / "b.txt")
+    make(*inputs, "--output_dir", tmp_path / "out")
+    assert split_of(tmp_path / "out", "val") == tokens_of("One.\nTwo.\n")
+    assert split_of(tmp_path / "out", "train") == tokens_of("Three.\nFour.\n")
+
+
 @pytest.mark.parametrize(
     ("pieces", "cut", "expected"),
     [
@@ -236,8 +259,8 @@ BAD_INPUTS = {
     "shard.txt": (b"\x88\xd84\x01", "shard.txt is a shard of tokens (for train.py's --input_bin);"),
     "empty.txt": (b"", "there is no text in the input"),
     "empty.jsonl": (b'{"text": ""}\n\n', "there is no text in the input"),
-    "one.jsonl": (b'{"text": "x"}\n', "every document would be for validation"),
-    "letter.txt": (b"x", "every document would be for validation"),
+    "letter.jsonl": (b'{"text": "x"}\n', "all the text would be for validation"),
+    "letter.txt": (b"x", "all the text would be for validation"),
 }
 
 
@@ -290,7 +313,23 @@ def test_an_output_folder_that_another_program_writes_to(corpus, tmp_path, capsy
 
 def test_more_validation_documents_than_there_are(corpus, tmp_path, capsys):
     flags = ("--output_dir", tmp_path / "out", "--val_documents", "27")
-    assert "every document would be for" in refuse(tmp_path, capsys, corpus[0], *flags)
+    assert refuse(tmp_path, capsys, corpus[0], *flags) == (
+        "error: all the text would be for validation, none is left to train on; give more "
+        "documents, a smaller --val_documents, or leave it out, to cut a single document in two\n"
+    )
+
+
+def test_the_advice_for_a_text_that_is_too_short_works(tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("ab")
+    flags = (tmp_path / "a.txt", "--output_dir", tmp_path / "out", "--val_fraction")
+    assert refuse(tmp_path, capsys, *flags, "0.9") == (
+        "error: all the text would be for validation, none is left to train on; give more "
+        "documents, a smaller --val_fraction or, for no validation, --val_fraction 0\n"
+    )
+    make(*flags, "0.5")
+    assert split_of(tmp_path / "out", "train", "a") == tokens_of("a")
+    make(*flags, "0", "--overwrite")
+    assert split_of(tmp_path / "out", "train", "a") == tokens_of("ab")
 
 
 def test_shards_that_exist_are_replaced_only_when_asked(corpus, tmp_path, monkeypatch, capsys):
