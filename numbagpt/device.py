@@ -17,6 +17,7 @@ import numpy as np
 
 from numbagpt import host_memory
 from numbagpt.errors import OutOfMemory, UserError
+from numbagpt.modes import PRECISIONS
 
 # Operation → the module that holds it.
 OPERATIONS = {
@@ -57,6 +58,7 @@ class HostDevice:
         """real: type of parameters and activations; float64 makes `cpu` an oracle for tests."""
         self.name = name
         self.real = real
+        self.precisions = ("fp32",) if name == "cpu" else ("fp32", "bf16")
         self.ops = _operations("_reference" if name == "cpu" else "")
 
     # The simulator runs what every tensor-core GPU runs; the references need no such choice.
@@ -64,11 +66,10 @@ class HostDevice:
 
     def check_precision(self, precision: str) -> None:
         """Raises UserError for what this device does not compute."""
-        allowed = ("fp32",) if self.name == "cpu" else ("fp32", "bf16")
-        if precision not in allowed:
+        if precision not in self.precisions:
             raise UserError(
                 f"--precision {precision} needs a GPU; --device {self.name} computes in "
-                f"{' and '.join(allowed)}"
+                f"{' and '.join(self.precisions)}"
             )
 
     def set_precision(self, precision: str) -> None:
@@ -134,11 +135,12 @@ class CudaDevice:
         runtime.configure()
         self.use_graphs = use_graphs
         self.compute_capability = runtime.gpu_info().compute_capability
+        self.precisions = PRECISIONS if self.compute_capability >= (8, 0) else ("fp32",)
         self.ops = _operations("")
 
     def check_precision(self, precision: str) -> None:
         """Raises UserError for what this GPU does not compute."""
-        if precision != "fp32" and self.compute_capability < (8, 0):
+        if precision not in self.precisions:
             capability = ".".join(map(str, self.compute_capability))
             raise UserError(
                 f"--precision {precision} needs compute capability 8.0; this GPU has "

@@ -60,7 +60,7 @@ def plan_model(
     if precision == "bf16" and config.channels % BF16_VECTOR:
         raise UserError(
             f"the model has {config.channels} channels; bf16 needs a multiple of {BF16_VECTOR}, "
-            f"for 128-bit access; use --precision tf32 or fp32"
+            f"for 128-bit access; use {_other_precisions(device, precision)}"
         )
     storage = np.uint16 if precision == "bf16" else device.real
     # fp32 is the mode of exact comparison, and the tensor cores' float32 is TF32
@@ -70,25 +70,30 @@ def plan_model(
     if attention is None:
         attention = "flash" if has_flash or precision == "bf16" else "materialized"
     if attention == "flash" and precision == "fp32":
-        expected = {
-            "cpu": "a GPU, or --device sim --precision bf16",
-            "sim": "--precision bf16",
-            "cuda": "--precision bf16 or tf32",
-        }[device.name]
+        fix = _other_precisions(device, precision) or (
+            "a GPU from compute capability 8.0 on, or --device sim --precision bf16"
+        )
         raise UserError(
             "flash attention computes on tensor cores, which do not multiply float32; expected "
-            f"{expected} with it; or leave out --attention"
+            f"{fix} with it; or leave out --attention"
         )
     if attention == "flash" and not has_flash:
         raise UserError(
             f"there is no flash attention in {precision} for heads of {config.head_size} channels "
-            f"on this device; use --precision fp32 or tf32 with --attention materialized"
+            f"on this device; use {_other_precisions(device, 'bf16')} with --attention materialized"
         )
     if attention == "materialized" and precision == "bf16":
         raise UserError(
-            "materialized attention is float32; expected --precision fp32 or tf32 with it"
+            "materialized attention is float32; expected "
+            f"{_other_precisions(device, precision)} with it"
         )
     return MemoryPlan(config, B, T, training, attention, recompute, storage, device.real)
+
+
+def _other_precisions(device: Device, precision: str) -> str:
+    """The flag with what the device has but that precision; nothing if it has no other."""
+    others = [other for other in device.precisions if other != precision]
+    return f"--precision {' or '.join(others)}" if others else ""
 
 
 class ModelState:

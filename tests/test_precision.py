@@ -9,6 +9,7 @@ from numbagpt.config import GPT2Config
 from numbagpt.device import HostDevice, select_device
 from numbagpt.errors import UserError
 from numbagpt.gpt2 import GPT2
+from numbagpt.modes import PRECISIONS
 from numbagpt.state import best_precision, pack_batch, plan_model
 from numbagpt.training import Trainer
 
@@ -232,7 +233,11 @@ def test_the_precision_is_chosen_by_shape_and_device() -> None:
 @pytest.mark.parametrize(
     ("config", "options", "message"),
     [
-        (SMALL, {"precision": "bf16", "attention": "materialized"}, "materialized attention is"),
+        (
+            SMALL,
+            {"precision": "bf16", "attention": "materialized"},
+            "materialized attention is float32; expected --precision fp32 with it$",
+        ),
         (
             SMALL,
             {"precision": "fp32", "attention": "flash"},
@@ -241,12 +246,13 @@ def test_the_precision_is_chosen_by_shape_and_device() -> None:
         (
             GPT2Config(num_heads=3, channels=36),
             {"precision": "bf16"},
-            "36 channels; bf16 needs a multiple of 8",
+            "36 channels; bf16 needs a multiple of 8, .*; use --precision fp32$",
         ),
         (
             GPT2Config(num_heads=2, channels=48),
             {"precision": "bf16"},
-            "no flash attention in bf16 for heads of 24 channels",
+            "no flash attention in bf16 for heads of 24 channels on this device; use --precision "
+            "fp32 with --attention materialized$",
         ),
         (SMALL, {"precision": "fp16"}, "precision is 'fp16'; expected one of fp32, tf32, bf16"),
         (
@@ -263,12 +269,34 @@ def test_what_does_not_go_together_is_refused(
         plan_model(config, HostDevice("sim"), 1, 16, **options)
 
 
-def test_flash_attention_on_the_cpu_is_told_where_it_is() -> None:
+class Gpu(HostDevice):
+    """Has the precisions of a GPU of compute capability 8.0, or of one before."""
+
+    def __init__(self, precisions: tuple) -> None:
+        super().__init__("sim")
+        self.precisions = precisions
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"precision": "bf16", "attention": "materialized"}, "expected --precision fp32 or tf32 "),
+        ({"precision": "fp32", "attention": "flash"}, "expected --precision tf32 or bf16 with it"),
+    ],
+)
+def test_a_gpu_is_offered_all_precisions(options: dict, expected: str) -> None:
+    with pytest.raises(UserError, match=expected):
+        plan_model(SMALL, Gpu(PRECISIONS), 1, 16, **options)
+
+
+@pytest.mark.parametrize("device", [HostDevice("cpu"), Gpu(("fp32",))], ids=["cpu", "turing"])
+def test_flash_attention_where_there_is_none_is_told_where_it_is(device: HostDevice) -> None:
     with pytest.raises(UserError) as error:
-        plan_model(SMALL, HostDevice("cpu"), 1, 16, attention="flash")
+        plan_model(SMALL, device, 1, 16, attention="flash")
     assert str(error.value) == (
-        "flash attention computes on tensor cores, which do not multiply float32; expected "
-        "a GPU, or --device sim --precision bf16 with it; or leave out --attention"
+        "flash attention computes on tensor cores, which do not multiply float32; expected a GPU "
+        "from compute capability 8.0 on, or --device sim --precision bf16 with it; or leave out "
+        "--attention"
     )
 
 
