@@ -1,6 +1,7 @@
 """How a program is run, what a stop signal does to it, and the line and status it ends with.
 
-A program imports this first, and it imports nothing slow: Ctrl-C is answered while the rest loads.
+A program imports this first, and it imports nothing slow. From `run` on, and so while NumPy and
+Numba load, which takes a second, Ctrl-C is answered in one line; before that, Python answers it.
 """
 
 import contextlib
