@@ -51,14 +51,14 @@ def run(main: Callable[[], int]) -> int:
     try:
         return main()
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        note(f"error: {error}")
         return 1
     except KeyboardInterrupt as error:
         number = error.number if isinstance(error, Terminated) else signal.SIGINT
-        note(STOP_SIGNALS[number])  # if it can be: the terminal may be closed
+        note(STOP_SIGNALS[number])
         return 128 + number
     except MemoryError as error:
-        print(f"error: out of memory: {error}; take a smaller model or batch", file=sys.stderr)
+        note(f"error: out of memory: {error}; take a smaller model or batch")
         return 1
     except BrokenPipeError:  # whoever read our output has gone (`| head`)
         _discard_output()
@@ -70,7 +70,7 @@ def run(main: Callable[[], int]) -> int:
         elif error.errno in CANNOT_WRITE:
             _discard_output()
             reason = f"cannot write the output: {reason}"
-        print(f"error: {reason}", file=sys.stderr)
+        note(f"error: {reason}")
         return 1
     finally:
         _restore(before)
@@ -82,9 +82,10 @@ def _discard_output() -> None:
 
 
 def note(line: str) -> None:
-    """Print a line on stderr, if that can be written: the program can do without it."""
-    with contextlib.suppress(OSError):
-        print(line, file=sys.stderr)
+    """Print a line on stderr, if that can be written: the status says as much as must be said."""
+    if sys.stderr is not None:  # it is None where the shell closed it: print() would take stdout
+        with contextlib.suppress(OSError):
+            print(line, file=sys.stderr)
 
 
 class Terminated(KeyboardInterrupt):

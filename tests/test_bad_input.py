@@ -216,6 +216,13 @@ def test_no_progress_bar_on_a_closed_stderr(tmp_path):
     assert (tmp_path / "data" / "a_train_000000.bin").exists()
 
 
+@pytest.mark.parametrize(("flag", "status"), [(["--model", "d13"], 1), (["--nope"], 2)])
+def test_no_error_on_stdout_where_stderr_is_closed(tmp_path, flag, status):
+    """As by `2>&-` in a shell."""
+    found = run("train.py", *flag, cwd=tmp_path, stderr=None, preexec_fn=lambda: os.close(2))
+    assert (found.returncode, found.stdout) == (status, "")
+
+
 @pytest.mark.parametrize("program", ["numbagpt", "numbagpt.gpu.offline", "numbagpt.bench"])
 def test_an_unknown_flag_is_named(tmp_path, program):
     module = [sys.executable, "-m", program, "--nope"]

@@ -10,6 +10,7 @@ import pytest
 from programs import ROOT
 
 from numbagpt import program
+from numbagpt.errors import UserError
 
 # Takes the place of NumPy: a signal comes while it is imported, and the extension module that is
 # being loaded makes another error of it, as NumPy's do.
@@ -247,3 +248,23 @@ def test_the_output_is_blamed_for_what_a_write_can_answer(error, expected, monke
     assert program.run(main) == 1
     assert capsys.readouterr() == ("", f"error: {expected}\n")
     assert bool(discarded) == expected.startswith("cannot write")
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (UserError("no such model"), 1),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), 1),
+        (MemoryError("of 1 GiB"), 1),
+        (KeyboardInterrupt(), 130),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_nothing_is_said_on_stdout_where_stderr_is_closed(error, status, monkeypatch, capsys):
+    def main():
+        program.note("the CPU is used")
+        raise error
+
+    monkeypatch.setattr(sys, "stderr", None)
+    assert program.run(main) == status
+    assert capsys.readouterr().out == ""
