@@ -58,6 +58,9 @@ class Parser(argparse.ArgumentParser):
         """Print the line and exit with status 2, as argparse does, without the usage."""
         if message.endswith("expected one argument"):
             message += "; write --flag=-x for a value that begins with -"
+        stray = message.removeprefix("unrecognized arguments: ")
+        if stray != message and not stray.startswith("-"):  # of a pattern that the shell expanded
+            message += "; put a pattern, or a value with spaces, in quotes"
         self.exit(2, f"error: {message} (--help lists the flags)\n")
 
 

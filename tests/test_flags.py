@@ -23,6 +23,25 @@ def test_a_value_that_looks_like_a_flag(capsys):
     assert parser.parse_args(["--prompt=-x"]).prompt == "-x"
 
 
+@pytest.mark.parametrize(
+    ("stray", "advice"),
+    [
+        (["b.bin", "c.bin"], "; put a pattern, or a value with spaces, in quotes"),
+        (["--nope", "3"], ""),
+    ],
+)
+def test_a_pattern_that_the_shell_expanded_is_to_be_quoted(stray, advice, capsys):
+    parser = flags.Parser("")
+    parser.section("what is tested")
+    parser.flag("--input_bin", flags.path, None, "shards")
+    with pytest.raises(SystemExit) as ended:
+        parser.parse_args(["--input_bin", "a.bin", *stray])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == (
+        f"error: unrecognized arguments: {' '.join(stray)}{advice} (--help lists the flags)\n"
+    )
+
+
 def test_the_device_flags_are_there_before_anything_heavy_is_loaded():
     program = (
         "import sys\n"
