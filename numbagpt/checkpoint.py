@@ -47,6 +47,7 @@ from numbagpt.files import (
 )
 from numbagpt.magics import MODEL_MAGIC, kind_of_file
 from numbagpt.tensors import parameter_shapes
+from numbagpt.words import counted
 
 STORED_IN_VERSION = {3: "float32", 5: "bfloat16"}
 HEADER_BYTES = 256 * 4
@@ -266,7 +267,7 @@ def _read_header(
     size = file_size(path)
     if size < HEADER_BYTES:
         raise UserError(
-            f"{path} has {size:,} bytes; expected a model .bin, whose header alone has "
+            f"{path} has {counted(size, 'byte')}; expected a model .bin, whose header alone has "
             f"{HEADER_BYTES:,}; the file is empty, truncated or something else"
         )
     start = read_bytes(path, HEADER_BYTES)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from numbagpt.errors import UserError
+from numbagpt.words import counted
 
 VOCAB_SIZE = 50257  # of GPT-2's tokenizer
 # cuBLAS and 128-bit access want round row lengths; the vocabulary is padded to a multiple of this.
@@ -34,11 +35,14 @@ class GPT2Config:
                 raise UserError(f"model has {name} = {value}; expected at least 1")
         if self.channels % self.num_heads:
             raise UserError(
-                f"model has {self.channels} channels and {self.num_heads} heads; "
+                f"model has {counted(self.channels, 'channel')} and "
+                f"{counted(self.num_heads, 'head')}; "
                 "expected the channels to be divisible by the heads"
             )
         if self.channels % 4:
-            raise UserError(f"model has {self.channels} channels; expected a multiple of 4")
+            raise UserError(
+                f"model has {counted(self.channels, 'channel')}; expected a multiple of 4"
+            )
 
     @property
     def padded_vocab_size(self) -> int:

@@ -34,6 +34,7 @@ from numbagpt.files import (
 )
 from numbagpt.tensors import parameter_shapes
 from numbagpt.tokenizer import END_OF_TEXT
+from numbagpt.words import counted
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -308,7 +309,7 @@ def _check_tensors(
         if name not in stored:
             raise UserError(
                 f"{folder} has no tensor {name}; expected the layout of GPT-2, with "
-                f"{config.num_layers:,} layers from config.json; download both files again"
+                f"{counted(config.num_layers, 'layer')} from config.json; download both files again"
             )
         expected[name] = shape
     if unexpected := [name for name in stored if name not in expected]:

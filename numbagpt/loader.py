@@ -19,6 +19,7 @@ import numpy as np
 from numbagpt.errors import DataError, UserError
 from numbagpt.files import exists, explained, shell_path
 from numbagpt.shards import check_unchanged, check_vocabulary, count_tokens, read_tokens
+from numbagpt.words import counted
 
 
 def find_shards(pattern: str) -> list[str]:
@@ -120,7 +121,7 @@ class TokenLoader:
         else:
             fix = "use more text"
         return (
-            f"{where} has {longest:,} tokens; a batch of B={self.B} by T={self.T} needs "
+            f"{where} has {counted(longest, 'token')}; a batch of B={self.B} by T={self.T} needs "
             f"{self.B * self.T + 1:,} (B*T+1); {fix}"
         )
 

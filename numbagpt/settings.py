@@ -18,6 +18,7 @@ from numbagpt.files import exists
 from numbagpt.init import random_parameters
 from numbagpt.loader import TokenLoader
 from numbagpt.memory import MemoryPlan, num_parameters
+from numbagpt.words import counted
 
 # The longest warm-up of a run that is not told one, in steps: that of llm.c's runs of 20,000 steps.
 # Short runs need a large part of themselves: 500 steps of d12 on tinyshakespeare end 0.3 nats lower
@@ -124,17 +125,17 @@ def summary(
     if val_loader:
         used = min(o.val_max_steps, val_loader.num_batches)
         validation = (
-            f"{o.input_val_bin}: {val_loader.num_tokens:,} tokens, {used:,} of "
-            f"{val_loader.num_batches:,} batches"
+            f"{o.input_val_bin}: {counted(val_loader.num_tokens, 'token')}, {used:,} of "
+            f"{counted(val_loader.num_batches, 'batch', 'batches')}"
         )
     return f"""\
 device      {processor}, {o.precision}, {plan.attention} attention
 model       {o.model}: L={c.num_layers} NH={c.num_heads} C={c.channels} V={c.vocab_size}, \
 {num_parameters(c) / 1e6:,.1f}M parameters, {weights}
-data        {o.input_bin}: {loader.num_tokens:,} tokens, {len(loader.paths)} shard(s), \
-{loader.num_batches:,} batches
+data        {o.input_bin}: {counted(loader.num_tokens, "token")}, \
+{counted(len(loader.paths), "shard")}, {counted(loader.num_batches, "batch", "batches")}
 validation  {validation}
-batch       B={B} x T={T} x {o.accumulation_steps} = {o.total_batch_size:,} tokens a step
+batch       B={B} x T={T} x {o.accumulation_steps} = {counted(o.total_batch_size, "token")} a step
 steps       {o.num_iterations:,}, {epochs}
 AdamW       learning rate {o.learning_rate:g}, warm-up {o.warmup_iters} steps, then down to \
 {o.learning_rate * o.learning_rate_decay_frac:g}; weight decay {o.weight_decay:g}

@@ -18,6 +18,7 @@ from numbagpt.config import VOCAB_SIZE
 from numbagpt.errors import UserError
 from numbagpt.files import atomic_write, explained, file_size, read_bytes, shell_path
 from numbagpt.magics import SHARD_MAGIC, kind_of_file
+from numbagpt.words import counted
 
 VERSION = 1
 HEADER_BYTES = 1024
@@ -59,7 +60,9 @@ def count_tokens(path: str | os.PathLike) -> int:
     if size == 0:
         raise UserError(f"{path} is empty; expected a token shard; {_MAKE}")
     if size < 12:
-        raise UserError(f"{path} is not a token shard: it has only {size} bytes; {_MAKE}")
+        raise UserError(
+            f"{path} is not a token shard: it has only {counted(size, 'byte')}; {_MAKE}"
+        )
     magic, version, num_tokens = struct.unpack("<3i", read_bytes(path, 12))
     if magic != SHARD_MAGIC:
         raise UserError(f"{path} is not a token shard: {_what_it_is(path, magic)}")
@@ -78,7 +81,7 @@ def count_tokens(path: str | os.PathLike) -> int:
     held = (size - HEADER_BYTES) // 2
     if held != num_tokens:
         raise UserError(
-            f"{path} holds {held:,} tokens; its header says {num_tokens:,}; "
+            f"{path} holds {counted(held, 'token')}; its header says {num_tokens:,}; "
             f"{'the file is cut short; ' if held < num_tokens else ''}copy or make it again"
         )
     if held == 0:
@@ -90,8 +93,8 @@ def check_unchanged(path: str | os.PathLike, num_tokens: int) -> None:
     """Raise UserError unless the shard still has `num_tokens`, which count_tokens once said."""
     if (found := count_tokens(path)) != num_tokens:
         raise UserError(
-            f"{path} has {found:,} tokens; it had {num_tokens:,} when it was first looked at; "
-            f"{_LEAVE_ALONE}"
+            f"{path} has {counted(found, 'token')}; it had {num_tokens:,} when it was first looked "
+            f"at; {_LEAVE_ALONE}"
         )
 
 

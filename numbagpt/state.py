@@ -15,6 +15,7 @@ from numbagpt.ops.encoder import token_runs
 from numbagpt.ops.flash_attention import supports
 from numbagpt.ops.matmul import transpose_pays
 from numbagpt.tensors import FlatTensors, layout_bytes, parameter_shapes
+from numbagpt.words import counted
 
 # Values in 128 bits: rows of activations must start on such a boundary.
 BF16_VECTOR = 8
@@ -79,8 +80,9 @@ def plan_model(
         )
     if attention == "flash" and not has_flash:
         raise UserError(
-            f"there is no flash attention in {precision} for heads of {config.head_size} channels "
-            f"on this device; use {_other_precisions(device, 'bf16')} with --attention materialized"
+            f"there is no flash attention in {precision} for heads of "
+            f"{counted(config.head_size, 'channel')} on this device; use "
+            f"{_other_precisions(device, 'bf16')} with --attention materialized"
         )
     if attention == "materialized" and precision == "bf16":
         raise UserError(

@@ -151,7 +151,7 @@ def test_a_folder_is_refused_with_a_pattern(tmp_path, monkeypatch, folder, quote
         ((100,), 4, 64, "s0.bin has 100 tokens; .*needs 257 .*batch size that fits is 1; for more"),
         ((100,), 4, 30, "needs 121 .*largest batch size that fits is 3"),
         ((100,), 1, 100, "needs 101 .*largest sequence length that fits is 99, with batch size 1"),
-        ((1,), 1, 1, "has 1 tokens; .*needs 2 .*use more text"),
+        ((1,), 1, 1, "has 1 token; .*needs 2 .*use more text"),
         ((30, 100, 20), 4, 30, r"longest of the 3 shards '.*/\*\.bin' has 100 tok.*needs 121"),
     ],
 )

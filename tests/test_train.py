@@ -286,7 +286,7 @@ def test_the_summary_counts_what_is_read(flags, tmp_path, capsys):
     )
     train.main(settings)
     out = capsys.readouterr().out
-    assert f"\ndata        {pattern}: 1,079 tokens, 3 shard(s), 65 batches\n" in out
+    assert f"\ndata        {pattern}: 1,079 tokens, 3 shards, 65 batches\n" in out
     assert f"\nvalidation  {val}: 100 tokens, 4 of 6 batches\n" in out
     assert "\nsteps       13, 0.40 epochs\n" in out
     train.main([*settings, "--overfit_single_batch", "--overwrite"])
