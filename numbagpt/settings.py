@@ -18,6 +18,7 @@ from numbagpt.files import exists
 from numbagpt.init import random_parameters
 from numbagpt.loader import TokenLoader
 from numbagpt.memory import MemoryPlan, num_parameters
+from numbagpt.schedule import learning_rate_at
 from numbagpt.words import counted
 
 # The longest warm-up of a run that is not told one, in steps: that of llm.c's runs of 20,000 steps.
@@ -137,7 +138,16 @@ data        {o.input_bin}: {counted(loader.num_tokens, "token")}, \
 validation  {validation}
 batch       B={B} x T={T} x {o.accumulation_steps} = {counted(o.total_batch_size, "token")} a step
 steps       {o.num_iterations:,}, {epochs}
-AdamW       learning rate {o.learning_rate:g}, warm-up {o.warmup_iters} steps, then down to \
-{o.learning_rate * o.learning_rate_decay_frac:g}; weight decay {o.weight_decay:g}
+AdamW       {_schedule(o)}; weight decay {o.weight_decay:g}
 seed        {o.seed}
 {plan}"""
+
+
+def _schedule(o: argparse.Namespace) -> str:
+    """What becomes of the learning rate, in words."""
+    N, peak, decay_frac = o.num_iterations, o.learning_rate, o.learning_rate_decay_frac
+    rise = f"learning rate {peak:g}, warm-up {counted(o.warmup_iters, 'step')}"
+    if o.warmup_iters < N:
+        return f"{rise}, then down to {peak * decay_frac:g}"
+    last = learning_rate_at(N - 1, peak, o.warmup_iters, N, decay_frac)
+    return f"{rise}, in which the run ends, at {last:g}"

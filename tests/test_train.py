@@ -272,6 +272,23 @@ def test_the_summary_says_where_the_weights_come_from(flags, tmp_path, monkeypat
         assert line == (f"model       {model}: L=1 NH=2 C=8 V=60, 0.0M parameters, {weights}")
 
 
+@pytest.mark.parametrize(
+    ("warmup_iters", "expected", "last"),
+    [
+        (1, "learning rate 0.002, warm-up 1 step, then down to 0.0002", "6.50e-04"),
+        (4, "learning rate 0.002, warm-up 4 steps, in which the run ends, at 0.002", "2.00e-03"),
+        (10, "learning rate 0.002, warm-up 10 steps, in which the run ends, at 0.0008", "8.00e-04"),
+    ],
+)
+def test_the_summary_says_what_becomes_of_the_learning_rate(
+    flags, capsys, warmup_iters, expected, last
+):
+    train.main(flags(num_iterations=4, learning_rate=2e-3, warmup_iters=warmup_iters))
+    out = capsys.readouterr().out
+    assert f"\nAdamW       {expected}; weight decay 0.1\n" in out
+    assert re.search(rf"^step 4/4 .* lr {last} ", out, re.MULTILINE)
+
+
 def test_the_summary_counts_what_is_read(flags, tmp_path, capsys):
     """Of the shards those that have whole batches of 16 tokens: 62 and 3 of them."""
     for name, count in [("a0", 1000), ("a1", 16), ("a2", 63), ("val", 100)]:
