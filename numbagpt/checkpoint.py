@@ -154,8 +154,11 @@ def load_model(path: str | os.PathLike) -> tuple[GPT2Config, dict[str, np.ndarra
     path = locate_model(path)
     if path.is_dir():
         return huggingface.read(path)
-    if path.suffix == ".safetensors":
-        raise UserError(f"{path} has no shape; name the folder that holds it and its config.json")
+    if path.suffix in (".safetensors", ".json") and exists(path):
+        raise UserError(
+            f"{path} is one file of a Hugging Face model; expected its folder, where "
+            f"{huggingface.CONFIG} has the shape of the model; name the folder: {path.parent}"
+        )
     return read_model(path)
 
 

@@ -232,9 +232,19 @@ def test_what_is_not_a_model(tmp_path):
         load_model(tmp_path)
     with pytest.raises(UserError, match="is not a regular file"):
         read_model(tmp_path)
-    (tmp_path / "model.safetensors").write_bytes(b"")
-    with pytest.raises(UserError, match=r"name the folder that holds it and its config\.json"):
-        load_model(tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=r"cannot read .*gone\.safetensors: No such file"):
+        load_model(tmp_path / "gone.safetensors")
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_one_file_of_a_hugging_face_model_is_told_to_be_that(tmp_path, name):
+    (tmp_path / name).write_bytes(b"{}")
+    with pytest.raises(UserError) as error:
+        load_model(tmp_path / name)
+    assert str(error.value) == (
+        f"{tmp_path / name} is one file of a Hugging Face model; expected its folder, where "
+        f"config.json has the shape of the model; name the folder: {tmp_path}"
+    )
 
 
 def test_checkpoints_that_can_be_written(tmp_path):
