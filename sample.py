@@ -9,6 +9,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from numbagpt import flags, program
+from numbagpt.config import PRESETS
 from numbagpt.errors import UserError
 
 # The rest is imported where it is used: it loads Numba, which takes a second.
@@ -69,9 +70,13 @@ def main(argv: list[str] | None = None) -> int:
 
         from numbagpt import files, sampling, tokenizer
     if not files.exists(options.checkpoint):
+        name = options.checkpoint.rstrip("/")
+        fix = "python train.py makes one"
+        if name in PRESETS:
+            fix = f"as --model of train.py, {name} is random weights; expected trained ones: name "
+            fix += "a model .bin, a run's output folder or a Hugging Face folder"
         raise UserError(
-            f"--checkpoint {options.checkpoint}: there is no such file or folder; "
-            "python train.py makes one"
+            f"--checkpoint {options.checkpoint}: there is no such file or folder; {fix}"
         )
     model = load(options)
     prompt = tokenizer.encode(options.prompt)

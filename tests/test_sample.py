@@ -213,6 +213,18 @@ def test_the_command_line_prints_errors_as_one_line(tmp_path):
     )
 
 
+@pytest.mark.parametrize("name", ["gpt2", "gpt2/", "nano"])
+def test_a_preset_is_no_checkpoint(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError) as error:
+        sample.main(["--checkpoint", name])
+    assert str(error.value) == (
+        f"--checkpoint {name}: there is no such file or folder; as --model of train.py, "
+        f"{name.strip('/')} is random weights; expected trained ones: name a model .bin, a run's "
+        "output folder or a Hugging Face folder"
+    )
+
+
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full, a disk that is full")
 def test_notes_that_cannot_be_written_end_nothing(by_heart, tmp_path):
     """That the CPU is used, which checkpoint, and that the prompt is too long."""
