@@ -6,14 +6,17 @@ python sample.py --checkpoint gpt2/ --prompt "In a shocking finding," --top_k 50
 
 import argparse
 import sys
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from numbagpt import flags, program
 from numbagpt.config import PRESETS
-from numbagpt.errors import UserError
+from numbagpt.errors import NotFinite, UserError
 
 # The rest is imported where it is used: it loads Numba, which takes a second.
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from numbagpt.gpt2 import GPT2
 
 
@@ -49,17 +52,26 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def load(options: argparse.Namespace) -> "GPT2":
-    """The model that --checkpoint names, on the device."""
+def load(options: argparse.Namespace) -> tuple["GPT2", "Path"]:
+    """The model that --checkpoint names, on the device, and where its weights lie."""
     with program.loading():
         from numbagpt.checkpoint import choose_model, load_model
         from numbagpt.gpt2 import GPT2
     device, _ = flags.choose_device(options)
-    config, parameters = load_model(choose_model(options.checkpoint))
+    path = choose_model(options.checkpoint)
+    config, parameters = load_model(path)
     model_options = flags.model_options(options, device, config)
     model = GPT2(config, device, 1, config.max_seq_len, training=False, **model_options)
     model.load_parameters(parameters)
-    return model
+    return model, path
+
+
+def named(pieces: Iterator[str], path: "Path") -> Iterator[str]:
+    """The pieces of a text; what is wrong with the weights that write it names their file."""
+    try:
+        yield from pieces
+    except NotFinite as error:
+        raise NotFinite(f"{path}: {error}") from error
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -78,7 +90,7 @@ def main(argv: list[str] | None = None) -> int:
         raise UserError(
             f"--checkpoint {options.checkpoint}: there is no such file or folder; {fix}"
         )
-    model = load(options)
+    model, path = load(options)
     prompt = tokenizer.encode(options.prompt)
     if len(prompt) > model.T:
         program.note(
@@ -96,6 +108,7 @@ def main(argv: list[str] | None = None) -> int:
             top_k=options.top_k,
             top_p=options.top_p,
         )
+        pieces = named(pieces, path)
         # the first piece before the prompt: what is wrong with a model shows there
         print(options.prompt + next(pieces, ""), end="", flush=True)
         try:

@@ -10,13 +10,14 @@ The flags carry the names of llm.c's trainer. python -m numbagpt.data makes the 
 """
 
 import argparse
+import math
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from numbagpt import flags, metrics, program
 from numbagpt.config import DEFAULT_MODEL, PRESETS, VOCAB_SIZE
-from numbagpt.errors import DataError, UserError
+from numbagpt.errors import DataError, NotFinite, UserError
 from numbagpt.schedule import learning_rate_at
 
 # NumPy and what loads Numba are imported in main or where they are used: that takes a second, for
@@ -212,7 +213,10 @@ class Run:
         except UserError as error:
             print(f"no sample: {error}")
         else:
-            text = "".join(self.interrupt.watch(pieces))
+            try:
+                text = "".join(self.interrupt.watch(pieces))
+            except NotFinite:
+                self.progress.check_finite("largest logit", math.nan, step)
             print(f"--- sample after step {step}", text, "---", sep="\n")
 
     def write_checkpoint(self, step: int) -> None:

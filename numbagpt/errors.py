@@ -28,6 +28,10 @@ class DataError(UserError):
     """The data cannot be read on. A run that meets it has weights that are worth keeping."""
 
 
+class NotFinite(UserError):
+    """What a model computes is not finite: its weights were so already, or a step made them so."""
+
+
 def refusal(error: OSError) -> str:
     """The system's reason for not doing something with a file, and a remedy if there is one."""
     return f"{error.strerror or error}{_FIXES.get(error.errno, '')}"

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from numbagpt import tokenizer
-from numbagpt.errors import UserError
+from numbagpt.errors import NotFinite, UserError
 
 if TYPE_CHECKING:
     from numbagpt.gpt2 import GPT2
@@ -31,11 +31,13 @@ def token_probabilities(
     top_k         at least 1; None keeps all
     top_p         above 0, at most 1, which keeps all
 
-    Raises UserError if a logit is not finite.
+    Raises NotFinite, a UserError, if a logit is not finite.
     """
     logits = np.asarray(logits, np.float64)
     if not np.isfinite(logits).all():
-        raise UserError("the model gives logits that are not finite; its weights are damaged")
+        raise NotFinite(
+            "the model gives logits that are not finite: its weights are damaged; take others"
+        )
     if temperature == 0:
         probabilities = np.zeros_like(logits)
         probabilities[logits.argmax()] = 1

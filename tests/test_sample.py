@@ -120,7 +120,8 @@ def test_damaged_weights_are_one_line_and_nothing_else(tmp_path):
     found = run("sample.py", *flags, cwd=tmp_path)
     assert (found.returncode, found.stdout) == (1, "")
     assert found.stderr == (
-        "error: the model gives logits that are not finite; its weights are damaged\n"
+        "error: inf.bin: the model gives logits that are not finite: its weights are damaged; take "
+        "others\n"
     )
 
 

@@ -9,7 +9,7 @@ import subprocess
 
 import numpy as np
 import pytest
-from programs import SMALL_VOCAB, checkpoints, command, make_model_file, make_shard, run
+from programs import FULL_VOCAB, SMALL_VOCAB, checkpoints, command, make_model_file, make_shard, run
 
 import train
 from numbagpt import checkpoint, program, sampling
@@ -49,6 +49,16 @@ def test_a_run_that_blows_up_stops_and_names_the_last_checkpoint(flags, tmp_path
         )
     last = checkpoints(tmp_path / "run")[-1]
     assert re.match(rf"the .* of step \d+ is (nan|inf); .*{last}", str(error.value))
+
+
+def test_a_sample_of_weights_that_blew_up_stops_the_run(flags, tmp_path):
+    model = make_model_file(tmp_path / "full.bin", FULL_VOCAB)
+    with pytest.raises(UserError) as error:
+        train.main(flags(model=model, num_iterations=1, learning_rate=1e38, warmup_iters=0))
+    assert str(error.value) == (
+        "the largest logit of step 1 is nan; the last checkpoint is "
+        f"{tmp_path}/run/model_00000001.bin; lower --learning_rate or lengthen --warmup_iters"
+    )
 
 
 def bad_shard(folder):
