@@ -5,10 +5,10 @@
     python -m numbagpt.data tinyshakespeare --output_dir data
 
 INPUT is a file or a folder that is searched for .txt, .jsonl, .ndjson, .json and the same with .gz.
-A text file is one document, and so is each line of JSON Lines (field --text_key). Every document
-begins with <|endoftext|>. The tokens go to DIR/NAME_train_000000.bin, … and
-DIR/NAME_val_000000.bin, … in the order of the inputs; nothing appears there until all of it is
-done.
+No file may be among them twice. A text file is one document, and so is each line of JSON Lines
+(field --text_key). Every document begins with <|endoftext|>. The tokens go to
+DIR/NAME_train_000000.bin, … and DIR/NAME_val_000000.bin, … in the order of the inputs; nothing
+appears there until all of it is done.
 
 Which documents are for validation depends on their number alone, so that the same inputs always
 give the same shards. Document i, counted from 0, is one if ceil((i+1) F) > ceil(i F), where F is

@@ -43,31 +43,44 @@ def find_files(inputs: list[str]) -> list[Path]:
     """The files that inputs name; of a folder those known by their suffix, by name.
 
     Known are .txt, .jsonl, .ndjson, .json and these with .gz, in capitals as well. Links to folders
-    are followed; what several lead to is read once.
+    are followed; what several names in a folder lead to is read once.
 
     Raises UserError for an input that is not there, a folder that cannot be read or has no such
-    file, what has the name of one and is not, and a file that would be read as text and begins like
-    JSON Lines.
+    file, what has the name of one and is not, a file that would be read as text and begins like
+    JSON Lines, and a file that two inputs lead to.
     """
-    found = []
+    found: dict[tuple[int, int], Path] = {}
     for name in inputs:
-        path = Path(name)
-        if not path.is_dir():
-            file_size(path)
-            if _kind(path) not in _TEXT + _JSON:
-                _check_not_json(path)
-            found.append(path)
-            continue
-        known = sorted(file for file in _walk(path) if _kind(file) in _TEXT + _JSON)
-        if not known:
+        files = {}
+        for path in _named_by(Path(name)):
+            files.setdefault(_place(path), path)
+        if twice := files.keys() & found.keys():
+            path, before = min((files[place], found[place]) for place in twice)
             raise UserError(
-                f"{path} has no file in it whose name ends in {_KNOWN}, or one of these and .gz; "
-                "expected some; name files of other kinds one by one"
+                f"{path} is among the inputs twice{f', also as {before}' * (path != before)}; "
+                "expected each text once, or it could be for training and for validation too; "
+                "leave one out"
             )
-        for file in known:
-            file_size(file)  # a pipe would be waited for
-        found += known
-    return found
+        found |= files
+    return list(found.values())
+
+
+def _named_by(path: Path) -> list[Path]:
+    """The files that one input names, each of them looked at."""
+    if not path.is_dir():
+        file_size(path)
+        if _kind(path) not in _TEXT + _JSON:
+            _check_not_json(path)
+        return [path]
+    known = sorted(file for file in _walk(path) if _kind(file) in _TEXT + _JSON)
+    if not known:
+        raise UserError(
+            f"{path} has no file in it whose name ends in {_KNOWN}, or one of these and .gz; "
+            "expected some; name files of other kinds one by one"
+        )
+    for file in known:
+        file_size(file)  # a pipe would be waited for
+    return known
 
 
 def is_json(path: Path) -> bool:
@@ -138,14 +151,18 @@ def _walk(top: Path) -> Iterator[Path]:
     seen = set()
     for folder, below, files in os.walk(top, onerror=refuse, followlinks=True):
         # A link may lead to a folder that was read before, even to one that it is in.
-        status = os.stat(folder)
-        place = status.st_dev, status.st_ino
-        if place in seen:
+        if _place(folder) in seen:
             below.clear()
             continue
-        seen.add(place)
+        seen.add(_place(folder))
         below.sort()  # which of two names comes first is not left to the file system
         yield from (Path(folder, file) for file in files)
+
+
+def _place(path: str | os.PathLike) -> tuple[int, int]:
+    """What tells a file or folder from all others, whatever names lead to it."""
+    status = os.stat(path)
+    return status.st_dev, status.st_ino
 
 
 def _is_gzip(path: Path) -> bool:

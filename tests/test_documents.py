@@ -302,6 +302,37 @@ def test_links_to_folders_are_followed_and_each_is_read_once(tmp_path):
     assert find_files([str(tmp_path / "in")]) == [tmp_path / "in" / name for name in walked]
 
 
+@pytest.fixture
+def texts(tmp_path, monkeypatch):
+    """A folder with a text, a link to it, and a link to the folder."""
+    monkeypatch.chdir(tmp_path)
+    Path("in").mkdir()
+    for name in ("b.txt", "in/a.txt"):
+        write(Path(name), "text")
+    Path("link.txt").symlink_to("in/a.txt")
+    Path("link").symlink_to("in")
+
+
+@pytest.mark.parametrize(
+    ("inputs", "twice"),
+    [
+        (["b.txt", "b.txt"], "b.txt is among the inputs twice; "),
+        (["in", "b.txt", "in"], "in/a.txt is among the inputs twice; "),
+        (["in", "link"], "link/a.txt is among the inputs twice, also as in/a.txt; "),
+        (["link.txt", "in"], "in/a.txt is among the inputs twice, also as link.txt; "),
+        (["in/a.txt", "in/../link.txt"], "in/../link.txt is among .* twice, also as in/a.txt; "),
+    ],
+)
+def test_a_file_that_two_inputs_lead_to_is_refused(texts, inputs, twice):
+    with pytest.raises(UserError, match=f"^{twice}expected each text once, .*; leave one out$"):
+        find_files(inputs)
+
+
+def test_two_names_of_a_file_in_one_folder_are_read_once(texts):
+    Path("in", "z.txt").symlink_to("a.txt")
+    assert find_files(["in", "b.txt"]) == [Path("in/a.txt"), Path("b.txt")]
+
+
 @pytest.mark.parametrize("name", ["in", "in/below"])
 def test_a_folder_that_cannot_be_read_is_named(tmp_path, monkeypatch, name):
     write(tmp_path / "a.txt", "text")
