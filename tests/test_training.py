@@ -120,6 +120,7 @@ def test_evaluate_is_the_mean_loss_and_changes_nothing(device) -> None:
         np.testing.assert_array_equal(values, before[name])
 
 
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of NumPy, on the CPU
 @on_device
 def test_a_step_that_is_not_finite_changes_no_parameter(device) -> None:
     model = make_model(TINY, B, T, device())
