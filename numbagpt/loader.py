@@ -172,9 +172,9 @@ class Prefetcher:
 
     def close(self) -> None:
         """End the thread. Can be called twice."""
+        self._error = self._error or RuntimeError("this Prefetcher is closed")
         self._end()
         self._thread.join()
-        self._error = self._error or RuntimeError("this Prefetcher is closed")
 
     def __enter__(self) -> "Prefetcher":
         return self

@@ -323,6 +323,21 @@ def test_close_ends_the_thread(tmp_path):
         prefetcher.next_batch()
 
 
+def test_a_close_that_is_interrupted_has_closed(tmp_path, monkeypatch):
+    def interrupt():
+        raise KeyboardInterrupt
+
+    _, prefetcher = both(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(prefetcher._thread, "join", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            prefetcher.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        prefetcher.next_batch()
+    prefetcher.close()
+    assert not prefetcher._thread.is_alive()
+
+
 def test_a_prefetcher_that_is_dropped_keeps_nothing(tmp_path):
     class Packer:
         def pack(self, inputs, targets):
