@@ -262,7 +262,8 @@ def _remove_leftovers(folder: str | os.PathLike) -> None:
     with contextlib.suppress(OSError):
         for path in Path(folder).iterdir():
             if _LEFTOVER.fullmatch(path.name):
-                path.unlink()
+                with contextlib.suppress(OSError):  # another user's; the next may go
+                    path.unlink()
 
 
 def _sync(descriptor: int) -> None:

@@ -470,6 +470,22 @@ def test_what_was_left_of_models_is_removed_from_an_output_folder(tmp_path):
     assert re.fullmatch(r"\.a_train_000000\.bin\.[0-9a-f]{8}\.tmp", shard)
 
 
+def test_what_was_left_and_cannot_be_removed_keeps_nothing_else(tmp_path, monkeypatch):
+    refused = []
+
+    def unlink(path):
+        if not refused:
+            refused.append(path.name)
+            raise PermissionError
+        os.unlink(path)
+
+    for name in (".config.json.deadbeef.tmp", ".model.safetensors.deadbeef.tmp"):
+        (tmp_path / name).touch()
+    monkeypatch.setattr(Path, "unlink", unlink)
+    with output_folder(tmp_path):
+        assert names(tmp_path) == refused
+
+
 def test_a_lock_does_not_outlive_a_process_that_is_killed(tmp_path):
     with subprocess.Popen(
         [sys.executable, "-c", HOLDER, tmp_path],
