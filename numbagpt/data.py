@@ -103,7 +103,7 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
         "--name", type=_name, help="of the shards (default: that of a single input, or data)"
     )
     parser.add_argument("--overwrite", action="store_true", help="replace shards of that name")
-    return parser.parse_args(argv)
+    return parser.parse_intermixed_args(argv)
 
 
 def _fraction(text: str) -> Fraction:

@@ -178,6 +178,14 @@ def test_two_documents_are_not_cut(tmp_path, name):
     assert split_of(tmp_path / "out", "train") == tokens_of("Three.\nFour.\n")
 
 
+def test_inputs_may_stand_before_and_after_flags(tmp_path):
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text(name)
+    make(tmp_path / "a.txt", "--output_dir", tmp_path / "out", tmp_path / "b.txt")
+    assert split_of(tmp_path / "out", "val") == tokens_of("a.txt")
+    assert split_of(tmp_path / "out", "train") == tokens_of("b.txt")
+
+
 @pytest.mark.parametrize(
     ("pieces", "cut", "expected"),
     [
