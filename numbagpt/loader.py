@@ -135,7 +135,7 @@ class Prefetcher:
 
     The sequence is the loader's. An error in the thread is raised by next_batch, after the batches
     before it. Use it in a with statement, or call close. One that is dropped ends its thread too,
-    for which the thread knows the queues alone: what prepare refers to may be a model.
+    which therefore does not refer to it; nor then to what prepare does, which may be a model.
     """
 
     def __init__(
