@@ -200,10 +200,11 @@ def write_files(files: list[Path], writer: ShardWriter, args: argparse.Namespace
 def single_length(files: list[Path], text_key: str) -> int | None:
     """The characters of the only document in the files; None if there are more, or there is none.
 
-    Reads no further than to where the second begins.
+    Reads no further than to where the second begins, the smallest files first.
     """
     documents, length = 0, 0
-    for piece in chain.from_iterable(read_pieces(path, text_key) for path in files):
+    by_size = sorted(files, key=file_size)
+    for piece in chain.from_iterable(read_pieces(path, text_key) for path in by_size):
         documents += piece.first
         if documents > 1:
             return None

@@ -178,6 +178,22 @@ def test_two_documents_are_not_cut(tmp_path, name):
     assert split_of(tmp_path / "out", "train") == tokens_of("Three.\nFour.\n")
 
 
+def test_a_second_document_is_found_before_a_long_first_is_read(tmp_path, monkeypatch):
+    read = []
+
+    def noting(path, text_key):
+        for piece in documents.read_pieces(path, text_key):
+            read.append(path.name)
+            yield piece
+
+    monkeypatch.setattr(data, "read_pieces", noting)
+    monkeypatch.setattr(documents, "BLOCK_BYTES", 64)
+    (tmp_path / "a.txt").write_text("word " * 100)
+    (tmp_path / "b.txt").write_text("word")
+    assert data.single_length([tmp_path / "a.txt", tmp_path / "b.txt"], "text") is None
+    assert read == ["b.txt", "a.txt"]
+
+
 def test_inputs_may_stand_before_and_after_flags(tmp_path):
     for name in ("a.txt", "b.txt"):
         (tmp_path / name).write_text(name)
