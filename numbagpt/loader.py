@@ -164,8 +164,8 @@ class Prefetcher:
     def next_batch(self) -> Any:
         """The next batch, (inputs, targets) or what prepare made of them."""
         if self._error is None:
+            self._wanted.put(True)  # first: an interrupted call must not leave one fewer wanted
             batch, self._error = self._ready.get()
-            self._wanted.put(True)
         if self._error is not None:
             raise self._error
         return batch

@@ -5,6 +5,7 @@ import os
 import resource
 import threading
 import weakref
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -321,6 +322,23 @@ def test_close_ends_the_thread(tmp_path):
     assert threading.active_count() == before - 1
     with pytest.raises(RuntimeError, match="closed"):
         prefetcher.next_batch()
+
+
+def test_after_interrupted_calls_there_are_more_batches(tmp_path, monkeypatch):
+    _, prefetcher = both(tmp_path, depth=1)
+    ready = prefetcher._ready
+
+    def interrupted():
+        ready.get()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(prefetcher, "_ready", SimpleNamespace(get=interrupted))
+        for _ in range(2):  # as many as were wanted at the start
+            with pytest.raises(KeyboardInterrupt):
+                prefetcher.next_batch()
+    assert ready.get(timeout=10)[1] is None
+    prefetcher.close()
 
 
 def test_a_close_that_is_interrupted_has_closed(tmp_path, monkeypatch):
