@@ -10,7 +10,6 @@ The flags carry the names of llm.c's trainer. python -m numbagpt.data makes the 
 """
 
 import argparse
-import math
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -216,7 +215,7 @@ class Run:
             try:
                 text = "".join(self.interrupt.watch(pieces))
             except NotFinite:
-                self.progress.check_finite("largest logit", math.nan, step)
+                self.progress.not_finite(f"logits of step {step} are not finite", step)
             print(f"--- sample after step {step}", text, "---", sep="\n")
 
     def write_checkpoint(self, step: int) -> None:

@@ -15,9 +15,9 @@ import math
 import re
 import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
-from numbagpt.errors import UserError
+from numbagpt.errors import NotFinite
 
 
 class Peaks(NamedTuple):
@@ -156,7 +156,7 @@ class Progress:
         self._clock = now
 
     def report(self, loss: float, grad_norm: float, learning_rate: float) -> None:
-        """Print the next step's line. Raises UserError if loss or norm is not finite."""
+        """Print the next step's line. Raises NotFinite if loss or norm is not finite."""
         now = time.perf_counter()
         seconds, self._clock = now - self._clock, now
         self.steps += 1
@@ -180,19 +180,21 @@ class Progress:
         print(" | ".join(parts))
 
     def check_finite(self, name: str, value: float, updates: int) -> None:
-        """Raise UserError, naming the step and what was saved, if the value is not finite.
+        """Raise NotFinite if the value, of the loss or the like, is not; see not_finite."""
+        if not math.isfinite(value):
+            self.not_finite(f"the {name} of step {self.steps} is {value}", updates)
+
+    def not_finite(self, what: str, updates: int) -> NoReturn:
+        """Raise NotFinite, saying what is not finite, what was saved, and a remedy.
 
         updates   of the weights that gave it: before the first, it is the weights' own fault
         """
-        if math.isfinite(value):
-            return
-        what = f"the {name} of step {self.steps} is {value}"
         if updates == 0 and self._source:
-            raise UserError(
+            raise NotFinite(
                 f"{what} before anything was learned: the weights in {self._source} are damaged; "
                 "start from others"
             )
-        raise UserError(
+        raise NotFinite(
             f"{what}; {self.what_was_saved()}; lower --learning_rate or lengthen --warmup_iters"
         )
 

@@ -56,7 +56,7 @@ def test_a_sample_of_weights_that_blew_up_stops_the_run(flags, tmp_path):
     with pytest.raises(UserError) as error:
         train.main(flags(model=model, num_iterations=1, learning_rate=1e38, warmup_iters=0))
     assert str(error.value) == (
-        "the largest logit of step 1 is nan; the last checkpoint is "
+        "logits of step 1 are not finite; the last checkpoint is "
         f"{tmp_path}/run/model_00000001.bin; lower --learning_rate or lengthen --warmup_iters"
     )
 
