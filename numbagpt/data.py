@@ -198,7 +198,7 @@ def write_files(files: list[Path], writer: ShardWriter, args: argparse.Namespace
 
 
 def single_length(files: list[Path], text_key: str) -> int | None:
-    """The characters of the only document in the files; None if there are more, or there is none.
+    """The characters of the only document in the files, 0 if there is none; None if there are more.
 
     Reads no further than to where the second begins, the smallest files first.
     """
@@ -209,7 +209,7 @@ def single_length(files: list[Path], text_key: str) -> int | None:
         if documents > 1:
             return None
         length += len(piece.text)
-    return length or None
+    return length
 
 
 def split_documents(pieces: Iterable[Piece], is_val: Callable[[int], bool]) -> Iterator[Part]:
